@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, TaskPlan
-from hfusion.tasks.arrange import arrange, batched_evenly
-from tests.choices import CHOICES, Chosen
-from tests.trained import EPOCHS, RATES, SEED, Way, machine, plain
+from hfusion.tasks.arrange import arrange
+from tests.trained import EPOCHS, SEED, Way, machine, plain
 
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
 
@@ -164,35 +161,12 @@ def test_a_plan_of_another_program() -> None:
             hf.train([hf_task], machine(), plan=plan)
 
 
-@pytest.mark.parametrize(
-    ("count", "width", "sizes"), [(5, 3, [2, 3]), (6, 3, [3, 3]), (7, 3, [2, 2, 3]), (1, 1, [1]), (4, 9, [4])]
-)
-def test_members_are_divided_evenly(count: int, width: int, sizes: list[int]) -> None:
-    runs = batched_evenly(range(10, 10 + count), width)
-    assert sorted(map(len, runs)) == sizes
-    assert [item for run in runs for item in run] == list(range(10, 10 + count))
-
-
 def test_names_of_arrays() -> None:
     models = [linear(), linear(5), linear()]
     arrangements, plan = arrange([task(models=models), task("array", models=hf.fuse([linear()]))], machine())
     assert [arrangement.members for arrangement in arrangements] == [(0, 2), (1,), (0,)]
     assert [task_plan.name for task_plan in plan.tasks] == ["mine.0", "mine.1", "array"]
     assert all(task_plan.resident for task_plan in plan.tasks)
-
-
-def test_planning_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the models nor torch's random numbers, also where the machine is measured first."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    models = [linear(), nn.Sequential(linear(), nn.BatchNorm1d(2))]
-    before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
-    hf_task, on = task(models=models), machine(disk=tmp_path)
-    drawn = torch.get_rng_state()
-    hf.plan([hf_task], on)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    for model, state in zip(models, before, strict=True):
-        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-        assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.parametrize("with_generator", [False, True], ids=["torch's", "its own"])
@@ -237,72 +211,12 @@ def test_less_memory_more_shards(clip: float | None) -> None:
     assert alone.device_bytes <= smallest
 
 
-def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks that take turns on a device keep none, unless the policy makes these turns as rare as it can.
-
-    Links are slow, so that a shard that is not moved saves much time.
-    """
-    slow = replace(RATES, load=1e6, evict=1e6)
-    monkeypatch.setattr(hf.Machine, "calibrate", lambda machine: {device.name: slow for device in machine.devices})
-    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    models = [nn.Sequential(*layers, nn.Linear(64, 2)) for _ in range(2)]
-    batch = (torch.ones(2, 64), torch.zeros(2, dtype=torch.int64))
-    hf_task, other = (task(name, models=models, loader=[batch]) for name in ("one", "other"))
-    need = hf.plan([hf_task], machine()).tasks[0].device_bytes
-    on = machine(memory=f"{need * 3 // 4}B")
-    plan = hf.plan([hf_task], on).tasks[0]
-    assert plan.keeps_last_shard
-    assert plan.device_bytes <= need * 3 // 4
-
-    def keeps_last(tasks: list[hf.Task], policy: str) -> list[bool]:
-        return [task_plan.keeps_last_shard for task_plan in hf.train(tasks, on, policy).plan.tasks]
-
-    assert keeps_last([hf_task], "sharded-lrtf") == [True]
-    assert keeps_last([hf_task, other], "sharded-lrtf") == [False, False]
-    assert keeps_last([hf_task, other], "patient-lrtf") == [True, True]
-
-
 def fits(planned: Callable[[int], object], budget: int) -> bool:
     try:
         planned(budget)
     except PlanError:
         return False
     return True
-
-
-@pytest.mark.parametrize("name", ["activation by name", "number of steps", "only in evaluation", "a number", "order"])
-def test_models_that_do_different_things_are_arrays_of_their_own(name: str) -> None:
-    """Each is trained and evaluated as alone, at its place in the list."""
-    forward, choices, count = CHOICES[name]
-    models = [Chosen(choice, forward) for choice in [*choices, *choices]]
-    rates = [0.1 / (1 + member) for member in range(len(models))]
-    draw = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(4, 6, dtype=torch.float64, generator=draw), torch.tensor([0, 1, 0, 1])) for _ in range(3)]
-    hf_task = task(
-        models=models,
-        optimizer=lambda params: hf.optim.SGD(params, lr=rates),
-        loader=batches,
-        eval_loader=batches[:1],
-        epochs=2,
-    )
-    assert len(hf.plan(hf_task, machine()).tasks) == count
-    report = hf.train(hf_task, machine())["mine"]
-    assert report.eval_losses is not None
-    for member, (model, rate) in enumerate(zip(models, rates, strict=True)):
-        alone = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(alone.parameters(), lr=rate)
-        losses, judged = [], []
-        for _ in range(2):
-            for inputs, target in batches:
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(alone.train()(inputs), target)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-            inputs, target = batches[0]
-            judged.append(nn.functional.cross_entropy(alone.eval()(inputs), target).detach())
-        torch.testing.assert_close(report.losses[:, member], torch.stack(losses), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(report.eval_losses[:, 0, member], torch.stack(judged), rtol=1e-9, atol=1e-12)
 
 
 def test_larger_minibatches_to_evaluate_are_planned_for() -> None:

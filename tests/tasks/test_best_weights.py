@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,32 +132,6 @@ def test_members_end_as_alone(case: Case) -> None:
     assert ended == [epochs * len(TRAINED) for _, epochs, _ in expected]
 
 
-def test_an_array_holds_its_best_weights_and_its_optimizer_goes_on() -> None:
-    case, restored, plain = CASES[0], hf.fuse(models()), hf.fuse(models())
-    optimizers = [hf.optim.SGD(array.parameters(), lr=RATES, momentum=0.9) for array in (restored, plain)]
-    report = case.train(_with(restored, optimizers[0]))
-    without = _with(plain, optimizers[1], restore_best=False)
-    hf.train(without, machine())
-    for row in range(len(RATES)):
-        torch.testing.assert_close([*restored[row].state_dict().values()], alone(case, row)[2], rtol=1e-9, atol=1e-11)
-    states = [[entry["momentum_buffer"] for entry in optimizer.state.values()] for optimizer in optimizers]
-    assert_equal(*states)
-    assert report.best_epochs is not None
-
-
-def _with(array: hf.FusedModule, optimizer: Any, restore_best: bool = True) -> hf.Task:
-    return hf.Task(
-        array,
-        F.cross_entropy,
-        optimizer,
-        TRAINED,
-        epochs=EPOCHS,
-        eval_loader=EVALUATED,
-        restore_best=restore_best,
-        name="best",
-    )
-
-
 @pytest.mark.parametrize("cut", [2, 5])
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_a_run_goes_on_with_its_best_weights(case: Case, cut: int, tmp_path: Path) -> None:
@@ -185,87 +155,6 @@ def test_a_run_goes_on_with_its_best_weights(case: Case, cut: int, tmp_path: Pat
         assert_equal(again.best_epochs, expected.best_epochs)
 
 
-def test_a_killed_run_goes_on_with_its_best_weights(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-m", __spec__.name, str(tmp_path), "11"], cwd=root, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    case = CASES[1]
-    assert_equal(tensors(case.train(case.task(), tmp_path)), tensors(case.train(case.task())))
-
-
-def test_a_finished_run_goes_on_for_more_epochs(tmp_path: Path) -> None:
-    """The save holds the members as trained last, not their best weights."""
-    case = CASES[0]
-    short = hf.Task(**{**vars(case.task()), "epochs": 4})
-    case.train(short, tmp_path)
-    assert_equal(tensors(case.train(case.task(), tmp_path)), tensors(case.train(case.task())))
-
-
-def test_a_save_without_best_weights_is_refused(tmp_path: Path) -> None:
-    case = CASES[0]
-    case.train(Case(restores=False).task(), tmp_path)
-    with pytest.raises(hf.CheckpointError, match=r"saved without restore_best, so that the best weights of the task"):
-        case.train(case.task(), tmp_path)
-
-
-def test_a_save_by_another_rule_is_refused(tmp_path: Path) -> None:
-    Case(patience=9).train(Case(patience=9).task(), tmp_path)
-    with pytest.raises(hf.CheckpointError, match=r"with mode and least \['min', 0.0\], not \['min', 0.5\]"):
-        Case(patience=9).train(Case(patience=9, least=0.5).task(), tmp_path)
-
-
-def test_stops_of_on_result_count_as_well() -> None:
-    """A stopped member ends with its best weights until then."""
-    case = CASES[0]
-    report = case.train(case.task(), on_result=lambda result: [1] if result.epoch == 2 else [])
-    assert report.stopped[1] == 7
-    assert report.best_epochs[1] <= 1
-    fewer = hf.Task(**{**vars(case.task()), "epochs": 2})
-    assert_equal(tensors(report)[1], tensors(case.train(fewer))[1])
-    whole = case.train(case.task())
-    assert_equal(tensors(report)[2], tensors(whole)[2])
-
-
-def test_members_of_several_arrays() -> None:
-    """Of two shapes; each with its own best epoch."""
-    torch.manual_seed(1)
-    mixed = [
-        nn.Sequential(nn.Linear(6, 4 + row % 2), nn.Tanh(), nn.Linear(4 + row % 2, 3)).double() for row in range(4)
-    ]
-    case = Case(patience=2)
-    report = hf.train(case.task(mixed), machine())["best"]
-    for row in range(4):
-        single = hf.train(case.task([mixed[row]], RATES[row : row + 1]), machine())["best"]
-        torch.testing.assert_close(tensors(report)[row], tensors(single)[0], rtol=1e-9, atol=1e-11)
-        assert report.best_epochs is not None
-        assert single.best_epochs is not None
-        assert report.best_epochs[row] == single.best_epochs[0]
-
-
-def test_processes_of_a_cluster(tmp_path: Path) -> None:
-    pytest.importorskip("cloudpickle")
-    on = hf.Machine([hf.Device("cpu:0", memory="1GiB")], host="2GiB", disk=tmp_path)
-    case, module = Case(patience=1), hf.fuse(models())
-    optimizer = hf.optim.SGD(module.parameters(), lr=RATES, momentum=0.9)
-    task = hf.Task(**{**vars(case.task(module)), "optimizer": optimizer, "seed": 1})
-    report = hf.train(task, hf.Cluster(on))["best"]  # type: ignore[arg-type]
-    expected = case.train(case.task(seed=1))
-    assert_equal(report.best_epochs, expected.best_epochs)
-    assert report.stopped == expected.stopped
-    assert_equal([[*module[row].state_dict().values()] for row in range(4)], tensors(expected))
-
-
-def test_nan_is_no_improvement() -> None:
-    """A member that never has a loss stays as it is; one that diverges ends as it was before."""
-    members = models()
-    with torch.no_grad():
-        next(members[2].parameters()).fill_(torch.nan)
-    report = Case().train(Case().task(members, [0.1, 1e200, 0.1, 0.1]))
-    assert report.best_epochs[2] == -1
-    assert report.final_losses[2].isnan()
-    assert_equal(tensors(report)[0], tensors(Case().train(Case().task(rates=[0.1] * 4)))[0])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -284,18 +173,3 @@ def test_members_that_train_a_tensor_together() -> None:
     tied = [nn.Sequential(nn.Linear(6, 4).double(), head) for _ in range(4)]
     with pytest.raises(hf.PlanError, match=r"'1.weight' is one tensor that all members train"):
         hf.train(Case().task(tied, [0.1] * 4), machine())
-
-
-def _killed(root: Path, last: int) -> None:
-    """Train until a minibatch, at which the process is killed."""
-
-    def end(heard: Any) -> None:
-        if isinstance(heard, hf.Step) and heard.epoch * len(TRAINED) + heard.step == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    CASES[1].train(CASES[1].task(callbacks=[end]), root)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _killed(Path(sys.argv[1]), int(sys.argv[2]))

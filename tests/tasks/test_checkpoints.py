@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
-import math
-import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.checkpoint.files import read, saves
 from hfusion.schedule.actions import Act
 from tests.tasks.resumed import Counted, CutError, array, assert_equal, planned_as, results, run, shuffled, task_with
-from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, planned, task
+from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,21 +114,6 @@ def test_tasks_go_on_from_where_each_one_is(devices: int, tmp_path: Path) -> Non
     expected = trained(cases, devices, None)
     trained(cases, devices, tmp_path, cuts=True)
     assert_equal(trained(cases, devices, tmp_path), expected)
-
-
-@pytest.mark.parametrize("owns", [False, True])
-def test_a_generator_of_the_loader_goes_on(owns: bool, tmp_path: Path) -> None:
-    def once(root: Path | None, *callbacks: Any) -> list[Any]:
-        optimizer = adamw(list((module := array(1)).parameters()))
-        loader = shuffled(2, torch.Generator().manual_seed(5) if owns else None)
-        hf_task = task(module, Way(lambda params: optimizer), loader, callbacks=callbacks)
-        return results(hf.train(hf_task, machine(), checkpoint=root, every=2)["task"], hf_task)
-
-    expected = once(None)
-    for at in ((0, 3), (1, 0), (1, 4)):
-        with pytest.raises(hf.TrainError):
-            once(tmp_path, cut(*at))
-    assert_equal(once(tmp_path), expected)
 
 
 def test_a_loader_that_tells_its_position_is_asked(tmp_path: Path) -> None:
@@ -244,24 +224,6 @@ def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first", "logs"]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(None, [2, 5, 8, 3]), (4, [1, 3, 5, 7, 3])])
-def test_saves_stand_in_the_timeline(every: int | None, steps: list[int], tmp_path: Path) -> None:
-    """With the last trained minibatch, or, after an epoch, with the last evaluated one."""
-    hf_task = small(eval_loader=[*shuffled(1)][:2])
-    report = hf.train(hf_task, machine(), checkpoint=tmp_path, every=every)
-    report.timeline.validate(report.plan)
-    assert [span.step for span in report.timeline.actions if span.act is Act.SAVE] == steps
-    again = hf.train(hf_task, machine(), plan=report.plan)
-    assert not [span for span in again.timeline.actions if span.act is Act.SAVE]
-
-
-def test_leftovers_of_a_killed_run_are_removed_for_a_task_that_ended(tmp_path: Path) -> None:
-    hf.train(small(), machine(), checkpoint=tmp_path)
-    (tmp_path / "task" / ".aside-left").mkdir()
-    hf.train(small(), machine(), checkpoint=tmp_path)
-    assert not list(tmp_path.rglob(".*"))
-
-
 def test_a_damaged_save_is_named(tmp_path: Path) -> None:
     hf.train(small(), machine(), checkpoint=tmp_path)
     file = saves(tmp_path / "task")[-1] / "tensors.safetensors"
@@ -270,60 +232,3 @@ def test_a_damaged_save_is_named(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(hf.CheckpointError, match=str(file)):
         hf.train(small(), machine(), checkpoint=tmp_path)
-
-
-@pytest.mark.parametrize("every", [1, 4])
-def test_a_full_disk_is_told_and_the_last_save_stands(
-    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        # Of the first save three files, their folder, and the one that it is in.
-        if next(calls) >= 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(descriptor)
-
-    def once(root: Path | None) -> Tensor:
-        torch.manual_seed(0)
-        return hf.train(small(), machine(), checkpoint=root, every=every)["task"].losses
-
-    expected, sync, calls = once(None), os.fsync, itertools.count()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(
-            hf.TrainError, match=r"'task' failed: CheckpointError: .*the last one stands: .*No space left"
-        ):
-            once(tmp_path)
-    assert [path.name for path in saves(tmp_path / "task")] == ["save-000000000001"]
-    assert saved_at(tmp_path / "task") == math.ceil(every / 2)
-    assert_equal(once(tmp_path), expected)
-
-
-@pytest.mark.parametrize(
-    ("every", "accumulate", "spilled"),
-    [(1, 1, False), (2, 1, True), (3, 1, False), (5, 2, False), (4, 2, True)],
-)
-def test_no_more_than_an_interval_is_ever_lost(
-    every: int, accumulate: int, spilled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a disk that takes longer than the minibatches."""
-
-    def slow(descriptor: int) -> None:
-        time.sleep(0.01)
-        sync(descriptor)
-
-    def lost(result: hf.Step | hf.Evaluation) -> None:
-        if isinstance(result, hf.Step):
-            saved = saved_at(folder) if saves(folder) else 0
-            trained = result.epoch * BATCHES + result.step + 1
-            # While the next minibatch is trained as well, unless this one is saved before it.
-            half, closes = math.ceil(every / 2), trained % accumulate == 0
-            saves_now = trained == BATCHES * EPOCHS or (closes and trained // half > (trained - accumulate) // half)
-            losses.append(trained + (not saves_now) - saved)
-
-    sync, folder, losses = os.fsync, tmp_path / "task", list[int]()
-    monkeypatch.setattr(os, "fsync", slow)
-    hf_task = task(array(0), Way(adamw, None, accumulate), shuffled(0))
-    plan = planned([hf_task], machine(), [4 if spilled else 1], [not spilled], [False])
-    hf.train(hf_task, machine(), plan=plan, checkpoint=tmp_path, every=every, on_result=lost)
-    assert len(losses) == BATCHES * EPOCHS
-    assert 0 < max(losses) <= every

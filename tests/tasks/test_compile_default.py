@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import hfusion as hf
 from hfusion.step.compile_payoff import CompileRecord, add_record
-from hfusion.tasks.arrange import arrange
-from hfusion.tasks.compile_choice import eager_reason
 from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_stepping import Normed, array, assert_equal, stepped
 from tests.tasks.test_unused import Skipping
 from tests.tasks.test_unused import loader as skipped
-from tests.trained import Dropping, Way, batches, cross_entropy, machine, plain, planned, task
+from tests.trained import Dropping, Way, batches, cross_entropy, machine, plain, task
 
 pytestmark = needs_compiler
 
@@ -72,27 +69,6 @@ def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(measured: Cal
     assert_equal(actual, stepped(array(), loader))
 
 
-class Recurrent(nn.Module):
-    """GRU layers without dropout, which draw nothing although torch calls the operator random."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layers, self.head = nn.GRU(2, 4, 2, batch_first=True, dropout=dropout), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x.unflatten(1, (3, 2)))[0][:, -1])
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_layers_with_dropout_of_0_are_compiled(dropout: float, measured: Callable[..., None]) -> None:
-    measured(PAYS)
-    module, loader = array(partial(Recurrent, dropout)), batches(torch.float64)
-    state = torch.get_rng_state()
-    how = trained(module, loader)[1]
-    assert how.startswith("eager: it may draw random numbers" if dropout else "f64")
-    assert bool(dropout) or torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize(
     ("make", "record", "loader", "loss", "why"),
     [
@@ -110,15 +86,6 @@ def test_one_that_does_not_is_the_plain_loop_bit_for_bit(
     assert_equal(actual, looped(array(make), loader, loss))
 
 
-def test_shards_are_not_compiled(measured: Callable[..., None]) -> None:
-    measured(PAYS)
-    loader = batches(torch.float64)
-    plan = planned([task(array(), Way(), loader)], machine(), [3], [False])
-    actual, how = trained(array(), loader, plan=plan)
-    assert how.endswith("spilled in 3 shards, eager: it is spilled, in 3 shards, which run one by one")
-    assert_equal(actual, looped(array(), loader))
-
-
 def test_what_the_user_says_needs_no_estimate(measured: Callable[..., None]) -> None:
     loader = batches(torch.float64)
     measured(NEVER)
@@ -127,36 +94,3 @@ def test_what_the_user_says_needs_no_estimate(measured: Callable[..., None]) -> 
     actual, how = trained(array(), loader, compile=False)
     assert how == "eager: compile=False"
     assert_equal(actual, looped(array(), loader))
-
-
-@pytest.mark.parametrize(("first", "then"), [(PAYS, NEVER), (NEVER, PAYS)])
-def test_a_run_that_goes_on_repeats_the_choice(
-    first: CompileRecord, then: CompileRecord, measured: Callable[..., None], tmp_path: Path
-) -> None:
-    """Even if the machine has measured other compilations meanwhile."""
-    loader = batches(torch.float64)
-    measured(first)
-    expected, how = trained(array(), loader)
-
-    def fail(heard: Any) -> None:
-        if isinstance(heard, hf.Step) and (heard.epoch, heard.step) == (1, 1):
-            raise OSError("cut off")
-
-    # The run has added what its compilation took.
-    measured(first)
-    with pytest.raises(hf.TrainError, match="cut off"):
-        trained(array(), loader, callbacks=[fail], checkpoint=tmp_path / "run", every=2)
-    measured(then)
-    actual, again = trained(array(), loader, checkpoint=tmp_path / "run", every=2)
-    assert_equal(actual, expected)
-    assert again.startswith("eager: it was eager before its checkpoint") == how.startswith("eager")
-
-
-def test_compilations_of_an_accelerator_are_not_those_of_the_processor(measured: Callable[..., None]) -> None:
-    measured(PAYS)
-    (arrangement,), plan = arrange([task(array(), Way(), batches(torch.float64))], machine())
-    assert eager_reason(arrangement, plan.tasks[0], accelerator=False) == ""
-    assert "its compilation about 10 s" in eager_reason(arrangement, plan.tasks[0], accelerator=True)
-    long = hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], 10**9)
-    (arrangement,), plan = arrange([long], machine())
-    assert eager_reason(arrangement, plan.tasks[0], accelerator=True) == ""

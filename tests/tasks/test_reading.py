@@ -53,13 +53,6 @@ def test_reading_part_or_all(count: int) -> None:
             assert count < 4 or next(batches, None) is None
 
 
-def test_an_error_that_is_kept_keeps_no_process() -> None:
-    loader = DataLoader(Numbers(3), 2, num_workers=2)
-    with nothing_left(), pytest.raises(OSError, match="gone") as raised, reading(loader) as batches:
-        list(batches)
-    assert raised.value.__traceback__ is not None
-
-
 def test_persistent_workers_stay() -> None:
     loader = DataLoader(Numbers(9), 2, num_workers=1, persistent_workers=True)
     before = set(multiprocessing.active_children())
@@ -85,28 +78,8 @@ def test_any_iterable() -> None:
         raise KeyError
 
 
-def counted(events: list[str]) -> Generator[int, None, None]:
-    try:
-        yield from range(3)
-    finally:
-        events.append(threading.current_thread().name)
-
-
 def reader(items: Generator[int, None, None]) -> Reader[int]:
     return Reader(items, "reads", lambda: False)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_reader_gives_what_is_there_and_ends_it_in_its_own_thread(count: int) -> None:
-    events: list[str] = []
-    number_reader = reader(counted(events))
-    with nothing_left():
-        assert [number_reader.next() for _ in range(count)] == list(range(count))
-        if count == 3:
-            with pytest.raises(StopIteration):
-                number_reader.next()
-        number_reader.close()
-    assert events == (["reads"] if count else [])
 
 
 def test_errors_come_to_who_asks() -> None:
@@ -126,53 +99,6 @@ def test_errors_come_to_who_asks() -> None:
         first.close()
         with pytest.raises(ValueError, match="at the end"):
             second.close()
-
-
-def test_a_reader_has_the_number_of_threads_of_who_asks() -> None:
-    number_reader = reader(torch.get_num_threads() for _ in range(2))
-    try:
-        torch.set_num_threads(3)
-        assert number_reader.next() == 3
-    finally:
-        torch.set_num_threads(1)
-    assert number_reader.next() == 1
-    number_reader.close()
-
-
-def test_who_waits_for_a_reader_that_is_stopped_gives_up() -> None:
-    """The thread ends when what it waits for comes, and closes what it read."""
-    answers, requested, events = threading.Event(), threading.Event(), []
-
-    def items() -> Generator[int, None, None]:
-        try:
-            requested.set()
-            answers.wait()
-            yield 1
-        finally:
-            events.append("closed")
-
-    number_reader = reader(items())
-
-    def stop() -> None:
-        requested.wait()
-        number_reader.stop()
-
-    with nothing_left():
-        stopper = threading.Thread(target=stop)
-        stopper.start()
-        with pytest.raises(CancelledError):
-            number_reader.next()
-        with pytest.raises(CancelledError):
-            number_reader.next()
-        stopper.join()
-        number_reader.close()
-        thread = number_reader._thread
-        assert thread is not None
-        assert thread.daemon
-        assert not events
-        answers.set()
-        thread.join()
-    assert events == ["closed"]
 
 
 class Hanging(Dataset[int]):

@@ -142,14 +142,6 @@ def test_a_run_with_a_scheduler_goes_on_bit_for_bit(name: str, interval: str, tm
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_a_stopped_member_is_no_longer_scheduled() -> None:
-    def ends(result: hf.Step | hf.Evaluation) -> list[int]:
-        return [2] if isinstance(result, hf.Step) and result.epoch == 1 and result.step == 2 else []
-
-    _, rates = trained("StepLR", "epoch", 1, False, on_result=ends)
-    assert rates == pytest.approx([0.025, 0.0125, 0.1])
-
-
 def test_members_of_several_arrays_have_their_own() -> None:
     torch.manual_seed(0)
     members = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(3)]
@@ -168,14 +160,6 @@ def test_members_of_several_arrays_have_their_own() -> None:
         params, _ = alone(model, rate, make, "epoch", 1, False)
         for param, expected in zip(result.parameters(), params, strict=True):
             torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_scheduler_of_an_optimizer_that_exists() -> None:
-    fused = hf.fuse(models())
-    opt = hf.optim.SGD(fused.parameters(), lr=RATES)
-    for scheduler in (hf.optim.lr_scheduler.PerMember(opt, step_lr), lr_scheduler.ExponentialLR(opt, 0.5)):
-        hf.train(hf.Task(fused, F.cross_entropy, opt, LOADER, epochs=2, scheduler=scheduler), machine())
-    assert opt.param_groups[0]["lr"].tolist() == pytest.approx([rate / 8 for rate in RATES])
 
 
 WRONG: dict[str, tuple[Callable[[hf.FusedModule, Any], Any], str]] = {
@@ -198,15 +182,3 @@ def test_wrong_schedulers_are_refused(name: str) -> None:
         hf.Task(fused, F.cross_entropy, opt, LOADER, scheduler=make(fused, opt))
     with pytest.raises(hf.PlanError, match='scheduler_interval=\'batch\': "epoch" or "step"'):
         hf.Task(fused, F.cross_entropy, opt, LOADER, scheduler=step_lr, scheduler_interval="batch")  # type: ignore[arg-type]
-
-
-def test_a_save_with_a_scheduler_and_a_task_without_do_not_match(tmp_path: Path) -> None:
-    def once(scheduler: Any) -> None:
-        make = lambda params: hf.optim.SGD(params, lr=0.1)  # noqa: E731
-        task = hf.Task(models(), F.cross_entropy, make, LOADER, scheduler=scheduler)
-        hf.train(task, machine(), checkpoint=tmp_path / str(bool(first)))
-
-    for first, second, message in ((step_lr, None, "has none: give it that"), (None, step_lr, "holds no scheduler")):
-        once(first)
-        with pytest.raises(hf.CheckpointError, match=message):
-            once(second)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.array import shared_programs
 from hfusion.compiler import compiled_program
-from hfusion.schedule.actions import Act
 from hfusion.tasks import array_plan
 
 COUNT, STEPS, EPOCHS = 6, 5, 2
@@ -113,31 +111,3 @@ def test_a_shape_is_captured_and_planned_once(monkeypatch: pytest.MonkeyPatch) -
     assert {str(task_plan.shards) for task_plan in plan.tasks} == {str(plan.tasks[0].shards)}
     hf.plan([*tasks, task(COUNT, width=7)], machine())
     assert counts["captures"] == 2
-
-
-@pytest.mark.parametrize("options", [{"epochs": 3}, {"accumulate": 2}, {"clip_norm": 1.0}, {"eval_loader": batches(0)}])
-def test_tasks_with_other_options_are_planned_separately(options: dict[str, Any]) -> None:
-    other = hf.plan([task(1, **options)], machine()).tasks[0]
-    first, second = hf.plan([task(0), task(1, **options)], machine()).tasks
-    assert second == other
-    numbers = ("steps", "epoch", "accumulate", "clipped", "evaluated")
-    assert any(getattr(first, name) != getattr(second, name) for name in numbers)
-
-
-def test_a_smaller_device_has_a_plan_of_its_own() -> None:
-    large = hf.plan([task(0, width=256)], machine("1MiB")).tasks[0]
-    small = hf.plan([task(0, width=256)], machine("40KiB")).tasks[0]
-    assert large.resident
-    assert small.width < large.width or not small.resident
-
-
-def test_the_timeline_has_each_minibatch() -> None:
-    report = hf.train([task(number, eval_loader=batches(9)[:1]) for number in range(3)], machine())
-    for number in range(3):
-        spans = [span for span in report.timeline.actions if span.task == f"task-{number}"]
-        counts = Counter(span.act for span in spans)
-        assert counts[Act.FORWARD] == counts[Act.BACKWARD] == counts[Act.STEP] == EPOCHS * STEPS
-        assert counts[Act.EVALUATE] == EPOCHS
-        steps = [span.step for span in spans if span.act is Act.BACKWARD]
-        assert steps == list(range(EPOCHS * STEPS))
-        assert all(a.end <= b.start for a, b in pairwise(spans))

@@ -93,49 +93,10 @@ def test_invalid_minibatches_are_refused(minibatch: Any, form: str) -> None:
         Minibatch.of(task(), minibatch, range(2))
 
 
-SAME = [(X + 1, Y), (X, Y + 1)]
-OTHER: dict[str, tuple[Any, Any]] = {
-    "samples": (X[:2], Y[:2]),
-    "size": (torch.ones(4, 5), Y),
-    "dtype": (X.double(), Y),
-    "number": ((X, 2.0), Y),
-    "own inputs": (rows(X, 2), Y),
-    "dtype of the target": (X, Y.float()),
-    "shape of the target": (X, Y[:2]),
-    "kind of the target": (X, 3),
-}
-
-
-def test_minibatches_of_one_kind_have_one_key() -> None:
-    first = Minibatch.of(task(), (X, Y), range(2)).key
-    assert {Minibatch.of(task(), pair, range(2)).key for pair in SAME} == {first}
-
-
-@pytest.mark.parametrize("kind", OTHER)
-def test_minibatches_of_another_kind_have_another_key(kind: str) -> None:
-    first = Minibatch.of(task(), (X, Y), range(2)).key
-    assert Minibatch.of(task(), OTHER[kind], range(2)).key != first
-
-
 def stream(hf_task: hf.Task) -> tuple[Stream, Recipe]:
     """The stream of a task's only array, and the recipe of its first minibatch."""
     (arrangement,), plan = arrange([hf_task], machine())
     return arrangement.trained(plan.tasks[0], PerModel(hf_task.loss), [torch.device("cpu")])
-
-
-def test_one_recipe_serves_all_minibatches_of_a_kind() -> None:
-    loader = [(X, Y), (X + 1, Y), (X[:2], Y[:2]), (X[:2] + 1, Y[1:3])]
-    source, first = stream(task(loader))
-    recipes = []
-    for x, y in loader:
-        batch = source.next()
-        assert torch.equal(batch.inputs[0], x)
-        assert batch.target is y
-        recipes.append(source.find(batch) or source.make(batch))
-    assert recipes[0] is recipes[1] is first
-    assert recipes[2] is recipes[3]
-    assert recipes[2] is not first
-    assert [part.keys for part in recipes[2].parts] == [part.keys for part in first.parts]
 
 
 LATER: dict[str, tuple[Any, str]] = {
@@ -155,19 +116,6 @@ def test_a_later_minibatch_of_an_unplanned_kind_is_refused(kind: str) -> None:
     source.next()
     with pytest.raises(PlanError, match=f"task 'mine': {words}"):
         source.make(source.next())
-
-
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean()
-
-
-def dropped(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.dropout(output, 0.5).mean()
-
-
-@pytest.mark.parametrize(("loss", "random"), [(mean, False), (dropped, True)])
-def test_a_recipe_is_random_if_its_loss_draws(loss: Any, random: bool) -> None:
-    assert stream(task(loss=loss))[1].random is random
 
 
 @pytest.mark.parametrize(

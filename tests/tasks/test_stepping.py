@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -17,10 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.core.errors import PlanError
-from hfusion.schedule.actions import Act
 from tests.step.test_train_step import needs_compiler
-from tests.tasks.test_unused import Skipping
-from tests.tasks.test_unused import loader as skipped
 from tests.trained import (
     EPOCHS,
     SEED,
@@ -84,12 +78,6 @@ def trained(module: hf.FusedModule, loader: Any, settings: Way | None = None, **
     return [report["task"].losses, *module.state_dict().values()], report
 
 
-def trained_by(compile: str, loader: Any) -> tuple[list[Tensor], Any]:
-    module = array()
-    report = hf.train(task(module, Way(), loader, compile=compile), machine())
-    return [report["task"].losses, *module.state_dict().values()], report
-
-
 def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for tensor, reference in zip(actual, expected, strict=True):
         assert torch.equal(tensor, reference)
@@ -139,21 +127,6 @@ def test_draws_are_those_of_the_loop() -> None:
     assert_equal(actual, expected)
 
 
-def test_hyper_parameters_may_change_on_the_way() -> None:
-    module, loader = array(), batches(torch.float64)
-
-    def slower(optimizer: Any) -> None:
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.9
-
-    expected = stepped(array(), loader, slower)
-    optimizer = adamw(list(module.parameters()))
-    hf_task = hf.Task(
-        module, cross_entropy, optimizer, loader, EPOCHS, compile=True, callbacks=[lambda _: slower(optimizer)]
-    )
-    report = hf.train(hf_task, machine())
-    assert_equal([report["task"].losses, *module.state_dict().values()], expected)
-
-
 # At the second minibatch, of which the first is the only one that was eager; before one of another size; later.
 @pytest.mark.parametrize(("cut", "every"), [(1, 1), (4, 2), (7, 3)])
 def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(tmp_path: Path, cut: int, every: int) -> None:
@@ -176,23 +149,6 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(tmp_path: Path, cut: 
     hf_task = task(again, Way(), loader, compile=True, eval_loader=loader[:1])
     report = hf.train(hf_task, machine(), checkpoint=tmp_path, every=every)
     assert_equal([report["task"].losses, *again.state_dict().values()], expected)
-
-
-def test_tasks_in_turns_and_at_once() -> None:
-    """More of them than devices, one eager: each as if alone."""
-    loaders = [batches(torch.float64, count) for count in (3, 4, 5)]
-    expected = [trained(array(seed=seed), loaders[seed], eval_loader=loaders[seed][:1])[0] for seed in range(2)]
-    expected.append(_plain(array(seed=2), loaders[2]))
-    for devices in (1, 2):
-        arrays, on = [array(seed=seed) for seed in range(3)], machine(devices)
-        tasks = [
-            task(module, Way(), loader, f"t{number}", compile=number < 2, eval_loader=loader[:1])
-            for number, (module, loader) in enumerate(zip(arrays, loaders, strict=True))
-        ]
-        report = hf.train(tasks, on)
-        report.timeline.validate(report.plan)
-        for hf_task, module, reference in zip(tasks, arrays, expected, strict=True):
-            assert_equal([report[hf_task.name].losses, *module.state_dict().values()], reference)
 
 
 def _plain(module: hf.FusedModule, loader: Any) -> list[Tensor]:
@@ -233,28 +189,6 @@ def test_members_stop_where_they_are() -> None:
         assert torch.equal(tensor, expected)
 
 
-def test_a_failure_elsewhere_ends_a_slice() -> None:
-    """The other task would go on for long: all its minibatches are one slice."""
-    heard: list[Any] = []
-    begun = Event()
-
-    def listen(step: Any) -> None:
-        heard.append(step)
-        begun.set()
-        time.sleep(0.01)
-
-    def fail(step: Any) -> None:
-        begun.wait()
-        raise OSError("gone")
-
-    x = batches(torch.float64)[0]
-    long = task(array(), Way(), [x] * 5000, "long", compile=True, callbacks=[listen], epochs=1)
-    other = task(array(), Way(), [x], "other", callbacks=[fail])
-    with pytest.raises(hf.TrainError, match="'other' failed: OSError: gone"):
-        hf.train([long, other], machine(2))
-    assert 0 < len(heard) < 5000
-
-
 def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
     """Bit for bit as the plain loop."""
     loader = batches(torch.float64)
@@ -271,33 +205,6 @@ def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
         assert "eager: it" in str(report["task"])
 
 
-def test_a_loop_over_members_runs_eagerly_and_says_why() -> None:
-    """A member that does not use a parameter leaves it alone."""
-    module, loader = fused(Skipping), skipped()
-    losses, state = plain(module, Way(), loader, F.mse_loss)
-    hf_task = task(module, Way(), loader, loss=F.mse_loss, compile=True)
-    with pytest.warns(UserWarning, match="'task'.*runs eagerly.*exit runs in a loop over members"):
-        report = hf.train(hf_task, machine())
-    assert_equal([report["task"].losses, *module.state_dict().values()], [losses, *state.values()])
-    assert "exit runs in a loop over members" in str(report["task"])
-
-
-def test_a_frozen_base_of_several_tasks() -> None:
-    base = nn.Linear(6, 6).double().requires_grad_(False)
-    loader = batches(torch.float64)
-
-    def arrays() -> list[hf.FusedModule]:
-        torch.manual_seed(0)
-        return [fused(lambda: nn.Sequential(base, nn.Linear(6, 3))) for _ in range(2)]
-
-    expected = [trained(module, loader)[0] for module in arrays()]
-    modules = arrays()
-    tasks = [task(module, Way(), loader, f"t{number}", compile=True) for number, module in enumerate(modules)]
-    report = hf.train(tasks, machine(2))
-    for hf_task, module, reference in zip(tasks, modules, expected, strict=True):
-        assert_equal([report[hf_task.name].losses, *module.state_dict().values()], reference)
-
-
 @pytest.mark.parametrize(
     "options", [{"compile": "yes"}, {"compile": 1}, {"compile": "auto"}, {"compile": True, "parts": 0}]
 )
@@ -305,20 +212,3 @@ def test_other_values_are_refused(options: dict[str, Any]) -> None:
     name, value = list(options.items())[-1]
     with pytest.raises(PlanError, match=f"'task': {name} is {value!r}"):
         hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], **options)
-
-
-def test_programs_are_compiled_while_steps_run() -> None:
-    """Another process compiles, and ends with the run; the minibatch at which the program takes over varies."""
-    loader = batches(torch.float64)
-    losses, state = plain(array(), Way(), loader)
-    actual, report = trained_by("background", loader)
-    for tensor, reference in zip(actual, [losses, *state.values()], strict=True):
-        torch.testing.assert_close(tensor, reference, **CLOSE)
-    assert report["task"].arrays[0].calls
-
-
-def test_spans_follow_one_another() -> None:
-    _, report = trained(array(), batches(torch.float64))
-    computed = [span for span in report.timeline.actions if span.act.lane == "compute"]
-    assert all(before.end <= after.start for before, after in pairwise(computed))
-    assert [span.act for span in computed[:4]] == [Act.FORWARD, Act.BACKWARD, Act.STEP, Act.FORWARD]

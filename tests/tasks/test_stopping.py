@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from tests.tasks.resumed import CutError, array, assert_equal, planned_as, shuffled, task_with
-from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, batches, cross_entropy, machine, momentum, planned, task
+from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, cross_entropy, machine, momentum
 
 
 @dataclass(frozen=True)
@@ -148,41 +148,8 @@ def test_who_stops_leaves_the_others_as_they_are(case: Case) -> None:
                 assert_equal(run.members[0][member], ended.members[0][member])
 
 
-@pytest.mark.parametrize("case", [Case(Way(momentum), "spilled"), Case(Way(adamw, 0.5), "resident", True)], ids=str)
-def test_a_task_that_is_stopped_is_one_of_fewer_epochs(case: Case) -> None:
-    fewer = trained([case], epochs=1)
-    stopped = trained([case], lambda result: result.epoch == 0 and ends(result, case))
-    assert_equal(stopped.losses, fewer.losses)
-    assert_equal(stopped.evaluations, fewer.evaluations)
-    assert_equal(stopped.members, fewer.members)
-    # What was to come is neither computed nor loaded, but for what was on its way.
-    assert fewer.spans <= stopped.spans <= fewer.spans + 8
-
-
-@pytest.mark.parametrize("mode", ["resident", "spilled", "kept"])
-def test_a_task_that_is_stopped_is_one_of_fewer_minibatches(mode: str) -> None:
-    def members(last: int | None) -> list[list[Tensor]]:
-        fused, loader = array(0), batches(torch.float64, 5)
-        optimizer = momentum(list(fused.parameters()))
-        hf_task = task(fused, Way(lambda params: optimizer), loader if last else loader[:3], epochs=2 if last else 1)
-        plan = planned([hf_task], machine(), [3], [mode == "resident"], [mode == "kept"])
-        hf.train(hf_task, machine(), plan=plan, on_result=lambda result: last is not None and result.step == last)
-        return [rows(fused, optimizer, row) for row in range(MEMBERS)]
-
-    assert_equal(members(2), members(None))
-
-
 def ends(result: hf.Step | hf.Evaluation, case: Case) -> bool:
     return isinstance(result, hf.Evaluation) if case.evaluated else result.step == BATCHES - 1
-
-
-@pytest.mark.parametrize(("devices", "policy"), [(1, "fifo"), (2, "patient-lrtf"), (3, "sharded-lrtf")])
-def test_tasks_stop_beside_others(devices: int, policy: str) -> None:
-    cases = [CASES[1], CASES[6], Case(Way(momentum), "resident", steps=(1, 1, 1)), CASES[7], CASES[4]]
-    whole = trained(cases, devices=devices)
-    run = trained(cases, stops(cases), devices=devices, policy=policy)
-    for index, case in enumerate(cases):
-        check(case, run, whole, index)
 
 
 @pytest.mark.parametrize("cut", [2, 4, 7])
@@ -295,19 +262,3 @@ def test_members_of_several_arrays_stop_by_their_numbers() -> None:
         assert_equal(report.losses[:last, member], whole.losses[:last, member])
         assert report.losses[last:, member].isnan().all()
     assert_equal(report.models[2].state_dict(), whole.models[2].state_dict())
-
-
-def test_members_of_a_compiled_task_stop_as_well() -> None:
-    def once(on_result: Any = None) -> Any:
-        return hf.train(small(epochs=2, compile=True, seed=1), machine(), on_result=on_result)["small"]
-
-    # The first run compiles.
-    once()
-    whole, report = once(), once(lambda result: [1] if done(result) == 4 else [])
-    ended = once(lambda result: done(result) == 4)
-    assert report.stopped == {1: 4}
-    assert_equal(report.losses[:, [0, 2]], whole.losses[:, [0, 2]])
-    assert_equal(report.models[2].state_dict(), whole.models[2].state_dict())
-    assert_equal(report.models[1].state_dict(), ended.models[1].state_dict())
-    assert report.losses[4:, 1].isnan().all()
-    assert len(ended.losses) == 4

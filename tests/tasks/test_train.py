@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,6 @@ from tests.schedule.compared import COMPARED
 from tests.trained import (
     BATCHES,
     EPOCHS,
-    MEMBERS,
     Way,
     adamw,
     assert_same,
@@ -122,60 +121,6 @@ def distance(output: Any, target: Tensor) -> Tensor:
     for tensor in tensors:
         total = total + (tensor - target).square().mean()
     return total
-
-
-class Scores(nn.Module):
-    """Scores of two sets of points; ``kind`` says how the second set is read."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.first, self.second = kind, nn.Linear(3, 8), nn.Linear(8, 2)
-
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.second(self.first(a).tanh())
-        if self.kind == "edges":
-            return scores, scores[b[0]] * scores[b[1]]
-        others = self.second(self.first(b).tanh())
-        return (scores, others) if self.kind == "points" else (scores @ others.T, others.sum(0))
-
-
-def _sets(kind: str, rows: tuple[int, int]) -> tuple[Any, list[Tensor]]:
-    first, second = rows
-    draw = torch.Generator().manual_seed(first)
-    points = torch.randn(first, 3, generator=draw, dtype=torch.float64)
-    if kind == "edges":
-        others, shapes = torch.randint(first, (2, second), generator=draw), [(first, 2), (second, 2)]
-    else:
-        others = torch.randn(second, 3, generator=draw, dtype=torch.float64)
-        shapes = [(first, 2), (second, 2)] if kind == "points" else [(first, second), (2,)]
-    return (points, others), [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
-
-
-def squared(output: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
-    # The shapes are equal, so that outputs of other shapes raise.
-    return torch.stack([((a - b.view(a.shape)) ** 2).mean() for a, b in zip(output, target, strict=True)]).sum()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["points", "queries", "edges"])
-@pytest.mark.parametrize(
-    "rows", [[(9, 4), (9, 4), (5, 2)], [(3, 2), (5, 7), (2, 3)], [(4, 4), (3, 2), (2, 4)]], ids=["few", "many", "even"]
-)
-def test_inputs_have_different_numbers_of_rows(rows: list[tuple[int, int]], kind: str, mode: str) -> None:
-    torch.manual_seed(0)
-    array = fused(partial(Scores, kind))
-    loader = [_sets(kind, numbers) for numbers in rows]
-    expected = plain(array, WAYS[-1], loader, squared)
-    hf_task, on = task(array, WAYS[-1], loader, loss=squared, eval_loader=loader[::-1]), machine()
-    plan = planned([hf_task], on, [1 if mode == "resident" else 3], [mode == "resident"], [mode == "kept"])
-    assert_same([array], [hf_task], [expected], on, plan)
-
-
-def test_more_rows_of_a_second_input_than_planned() -> None:
-    loader = DataLoader([_sets("points", rows) for rows in ((3, 4), (3, 5))], batch_size=None)
-    hf_task = task(fused(partial(Scores, "points")), WAYS[0], loader, loss=squared)
-    with pytest.raises(hf.TrainError, match=r"has 5 samples, but the plan counts with 4, .* or give a list"):
-        hf.train([hf_task], machine())
 
 
 def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> None:
@@ -278,18 +223,6 @@ def test_a_frozen_base_moves_once_for_all_members() -> None:
     assert moved(4) < moved(1) + frozen
 
 
-@pytest.mark.parametrize("make", [hf.stacked, lambda rows: torch.stack(rows)[0]], ids=["stacked", "shared"])
-def test_inputs_of_members_and_of_all(make: Callable[[list[Tensor]], Any]) -> None:
-    array = knotted(torch.float64)
-    rows = [batches(torch.float64)] * MEMBERS
-    loader = [
-        (make([x * (k + 1) for k, (x, _) in enumerate(pairs)]), make([y for _, y in pairs]))
-        for pairs in zip(*rows, strict=True)
-    ]
-    hf_task, on = task(array, Way(), loader), machine()
-    assert_same([array], [hf_task], [plain(array, Way(), loader)], on, planned([hf_task], on, [3], [False]))
-
-
 def test_callbacks_hear_of_every_minibatch() -> None:
     heard: list[Any] = []
     hf_task = task(fused(), Way(), batches(torch.float64), callbacks=[heard.append])
@@ -332,25 +265,6 @@ def _only(kind: type, heard: list[Any]) -> Callable[[Any], None]:
     return lambda event: heard.append(event) if isinstance(event, kind) else None
 
 
-def test_evaluated_members_come_in_the_order_of_the_models() -> None:
-    torch.manual_seed(0)
-    models = [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3), nn.Dropout()) for k in range(4)]
-    held_out = batches(torch.float32, 2)
-    hf_task = hf.Task(
-        models,
-        F.cross_entropy,
-        optimizer=lambda params: hf.optim.SGD(params, lr=0.0),
-        loader=batches(torch.float32),
-        eval_loader=held_out,
-    )
-    losses = hf.train([hf_task], machine())["task"].eval_losses
-    assert losses is not None
-    for index, model in enumerate(models):
-        model.eval()
-        expected = torch.stack([F.cross_entropy(model(x), y) for x, y in held_out])
-        torch.testing.assert_close(losses[0, :, index], expected)
-
-
 class OtherWayRound(nn.Module):
     """Uses its layers in another order when it is evaluated."""
 
@@ -372,22 +286,6 @@ def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
     with pytest.raises(hf.TrainError) as raised:
         hf.train([task(array, Way(), loader, eval_loader=DataLoader(large, batch_size=None))], machine())
     assert "has 8 samples, but the plan counts with 7, those of the first" in str(raised.value.__cause__)
-
-
-def test_any_minibatch_of_a_list_may_be_the_largest() -> None:
-    full = batches(torch.float64, 3)
-    loader = [(x[:n], y[:n]) for (x, y), n in zip(full, (2, 5, 3), strict=True)]
-    held_out = [(x[:n], y[:n]) for (x, y), n in zip(full, (1, 7, 4), strict=True)]
-    array, settings = fused(), Way(adamw)
-    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
-    expected, after = plain(array, settings, loader)
-    for shards, resident in ((1, True), (3, False)):
-        array.load_state_dict(before)
-        hf_task = task(array, settings, loader, eval_loader=held_out)
-        report = hf.train([hf_task], machine(), plan=planned([hf_task], machine(), [shards], [resident]))
-        assert torch.equal(report["task"].losses, expected)
-        for name, tensor in array.state_dict().items():
-            assert torch.equal(tensor, after[name])
 
 
 def test_this_machine_is_the_one_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
