@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step.aliased_writes import CopiesOfOverlaps
 from tests.step.test_train_step import needs_compiler
 
 PUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,21 +54,3 @@ def test_values_are_read_before_they_are_overwritten(count: int) -> None:
             optimizer.step()
             torch.testing.assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-12)
     assert "program" in str(step.report())
-
-
-def test_passes_that_are_set_run_before() -> None:
-    graphs: list[fx.Graph] = []
-
-    class Seen(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            graphs.append(graph)
-
-        def uuid(self) -> Any:
-            return "seen"
-
-    plain = CopiesOfOverlaps()
-    with config.patch(post_grad_custom_post_pass=Seen()):
-        patched, graph = CopiesOfOverlaps(), fx.Graph()
-    patched(graph)
-    assert graphs == [graph]
-    assert patched.uuid() != plain.uuid()

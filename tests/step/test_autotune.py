@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.arguments import Arguments
 from hfusion.device.cache import read_sealed, write_sealed
-from hfusion.step import autotune
 from hfusion.step.autotune import ONE_PART, PARTS
-from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
 
@@ -76,70 +72,9 @@ def test_what_was_measured_once_holds_for_all(background: bool, folder: Path) ->
 
 
 @needs_compiler
-def test_times_that_are_not_believed_are_measured_anew(folder: Path) -> None:
-    advance(made(count=2))
-    (path,) = folder.glob("*-choice.json")
-    implausible = {"negative": {ONE_PART: -1.0, PARTS: 2000.0}, "one way": {PARTS: 2000.0}, "no times": [1]}
-    for damage in ("cut", "others write", *implausible):
-        path.unlink()
-        keep(path, implausible.get(damage, {ONE_PART: 1000.0, PARTS: 2000.0}))
-        if damage == "cut":
-            path.write_bytes(path.read_bytes()[:-1])
-        elif damage == "others write":
-            path.chmod(0o666)
-        step = made(count=2)
-        advance(step)
-        assert "e+0" not in str(step.report()), damage
-        assert step.compilations == 0
-
-
-@needs_compiler
 def test_without_a_choice_that_can_be_kept_parts_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFUSION_PROGRAMS", "0")
     step = made(count=2)
     assert same(advance(step), advance(made(parts=2, count=2)))
     assert "chosen" not in str(step.report())
     assert not list(folder.glob("*-choice.json"))
-
-
-@needs_compiler
-def test_unsteady_times_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "_STEADY", 0.0)
-    step = made(count=2)
-    assert same(advance(step), advance(made(parts=2, count=2)))
-    assert "chosen" not in str(step.report())
-    assert not list(folder.glob("*-choice.json"))
-
-
-class Timed:
-    """A program whose steps take the ``seconds`` of a clock, one after the other, and the last for ever."""
-
-    team = None
-    how = "timed"
-
-    def __init__(self, clock: SimpleNamespace, *seconds: float) -> None:
-        self.clock, self.seconds = clock, list(seconds)
-
-    def fits(self, call: StepCall) -> bool:
-        return True
-
-    def step(self, call: StepCall) -> Tensor:
-        self.clock.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
-        return torch.zeros(())
-
-
-@pytest.mark.parametrize(("eager", "steps"), [(0.3, 12), (0.9, 4)], ids=["close", "far"])
-def test_long_steps_of_close_times_are_measured_more_often(
-    eager: float, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Something else kept the machine busy during the one step of the first row that counts."""
-    clock = SimpleNamespace(now=0.0)
-    clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr(autotune, "time", clock)
-    compiled = Timed(clock, 0.4, 0.34, 0.27, 0.26, 0.25)
-    variants = {autotune.COMPILED: compiled, autotune.EAGER: Timed(clock, eager)}
-    call = StepCall(Arguments.of((), {}), Arguments.of((), {}))
-    times = autotune.measure(variants, call, [])
-    assert times is not None
-    assert not times.eager_wins
-    assert times.seconds[autotune.COMPILED] == pytest.approx(0.25 if steps == 12 else 0.34)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
-from hfusion.device.openmp import torch_threads
-from hfusion.step import compile_payoff, compile_scheduler
 from hfusion.step.compile_mode import CompileMode
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
@@ -140,36 +137,6 @@ def test_a_killed_worker_is_reported_and_steps_go_on() -> None:
     assert "in the background failed" in str(step.report())
 
 
-@pytest.mark.usefixtures("_kept")
-def test_it_ends_with_the_step() -> None:
-    step, other = made(compile="background"), made(compile="background")
-    for current in (step, other):
-        advance(current, 2)
-    assert "compiled in the background" in str(step.report())
-    workers = [worker_of(step), worker_of(other)]
-    fused = step._fused
-    del step, current
-    gc.collect()
-    assert gone(workers[0])
-    assert not other._variants[next(iter(other._variants))][0].pending.ready()
-    # Another step of the same array asks again.
-    again = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile="background")
-    advance(again, 4)
-    assert worker_of(again) not in workers
-
-
-@needs_groups
-@pytest.mark.usefixtures("_kept")
-def test_a_killed_process_group_is_reported_and_steps_go_on() -> None:
-    """As the kernel does if memory is short."""
-    step = made(compile="background", eager_steps=3)
-    advance(step, 2)
-    os.killpg(worker_of(step), signal.SIGKILL)
-    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
-        advance(step, 3)
-    assert "ended with code -9" in str(step.report())
-
-
 SCRIPT = """
 import sys, time
 from tests.step.test_compile_scheduler import advance, made, worker_of
@@ -217,43 +184,3 @@ def test_it_ends_with_the_process(how: str) -> None:
 def test_wrong_arguments(compile: Any, steps: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         CompileMode.of(compile, steps)
-
-
-@pytest.mark.parametrize(
-    ("expected", "spare", "options", "threads"),
-    [
-        (0.0, False, {"compile": "background"}, [2, 1]),
-        (1e3, False, {"compile": "background"}, [2, 2]),
-        (0.0, True, {"compile": "background"}, [2, 2]),
-        # The step of the change is given, so all of them take the same threads in every run.
-        (0.0, False, {"compile": "background", "eager_steps": 9}, [2, 2]),
-    ],
-)
-@pytest.mark.usefixtures("_kept")
-def test_steps_leave_a_core_to_a_compilation_that_takes_long(
-    expected: float, spare: bool, options: dict[str, Any], threads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compile_payoff, "FIRST_COMPILATION", expected)
-    monkeypatch.setattr(compile_scheduler, "spare_core", lambda: spare)
-    step = made(**options)
-    thread_counts: list[int] = []
-    step.update = lambda losses: thread_counts.append(torch.get_num_threads())
-    with torch_threads(2):
-        # The first captures, the second begins the compilation.
-        advance(step, 2)
-        assert torch.get_num_threads() == 2
-    step.close()
-    assert thread_counts == threads
-
-
-@needs_groups
-@pytest.mark.usefixtures("_kept")
-def test_it_yields_to_training() -> None:
-    step = made(compile="background", eager_steps=2)
-    advance(step, 1)
-    advance(step, 1)
-    process = worker_of(step)
-    # Of the same session: of another one Linux would not weigh it against ours.
-    assert os.getsid(process) == os.getsid(0)
-    assert os.getpgid(process) == process
-    step.close()

@@ -84,17 +84,3 @@ def test_blocks_of_one_where_more_members_are_too_large(
     for step in range(3):
         comparison.advance(*batch(model, 4), f"after step {step}")
     assert "called once per member" in comparison.step.report().rows[0].how
-
-
-@needs_compiler
-def test_too_many_kinds_of_members_run_eagerly() -> None:
-    numbers = iter(range(100))
-    model = Model(
-        "slopes",
-        lambda: nn.Sequential(*[nn.LeakyReLU(next(numbers) / 100) for _ in range(3)], nn.Linear(4, 2)),
-        normal(4),
-    )
-    comparison = pair(model, compile=True, count=11)
-    comparison.advance(*batch(model, 4), "at the first step")
-    with pytest.warns(UserWarning, match="scalars differ in 11 ways"):
-        comparison.advance(*batch(model, 4), "at the second step")

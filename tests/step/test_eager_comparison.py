@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from hfusion.device.cache import read_sealed, write_sealed
-from hfusion.step import autotune
-from hfusion.step.autotune import COMPILED, EAGER, PARTS, NotedProgram, VariantTimes
-from hfusion.step.parallel_blocks import ParallelBlocksStep
+from hfusion.step.autotune import COMPILED, EAGER, VariantTimes
 from tests.step.test_autotune import advance, made, same
 from tests.step.test_train_step import needs_compiler
 
@@ -59,35 +57,6 @@ def test_whoever_wants_compiled_steps_gets_them(folder: Path) -> None:
 
 
 @needs_compiler
-def test_times_that_are_unsteady_decide_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "_STEADY", 0.0)
-    compiled = advance(made(1))
-    step = made(1, compile=None)
-    assert same(advance(step), compiled)
-    assert not list(folder.glob("*-eager.json"))
-    assert "measured" not in str(step.report())
-
-
-@needs_compiler
-@pytest.mark.usefixtures("two_threads")
-def test_the_choice_of_threads_is_no_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of its steps run on one thread: their times would be those of the program, or be too unsteady to count."""
-    monkeypatch.setattr(VariantTimes, "fastest", PARTS)
-    monkeypatch.setattr(VariantTimes, "eager_wins", False)
-    advance(made(count=4))
-    step = made(count=4, compile=None)
-    advance(step, 2)
-    (noted,) = step._maker.programs()
-    while isinstance(noted, NotedProgram):
-        noted = noted.program
-    assert isinstance(noted, ParallelBlocksStep)
-    assert noted._trial is not None
-    assert len(noted._trial.measured_seconds) < 2
-    assert noted.on_threads()._trial is None
-    assert list(folder.glob("*-eager.json"))
-
-
-@needs_compiler
 def test_hooks_run_once_for_each_step(folder: Path) -> None:
     advance(made())
     step, calls = made(compile=None), []
@@ -95,8 +64,3 @@ def test_hooks_run_once_for_each_step(folder: Path) -> None:
     advance(step, 6)
     assert len(calls) == 6
     assert not list(folder.glob("*-eager.json"))
-
-
-@pytest.mark.parametrize(("compiled", "wins"), [(1.0, False), (1.02, False), (1.1, True)])
-def test_eager_steps_must_be_clearly_faster(compiled: float, wins: bool) -> None:
-    assert VariantTimes({COMPILED: compiled, EAGER: 1.0}).eager_wins is wins

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,18 +59,3 @@ def test_what_differs_is_told_and_the_wrappers_are_used(
     assert "in one part: its program is more than C++" in report
     for loss, expected_loss in zip(losses, expected, strict=True):
         torch.testing.assert_close(loss, expected_loss)
-
-
-@needs_compiler
-def test_a_program_that_does_not_repeat_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter(range(100))
-
-    def results(
-        run: Callable[..., Sequence[Tensor]], parameters: Sequence[Tensor], batch: Sequence[Tensor]
-    ) -> list[Tensor]:
-        losses, *others = run(*parameters, *batch)
-        return [losses + 1e-6 * next(times), *others, *parameters]
-
-    monkeypatch.setattr(compiled_step, "_results", results)
-    with pytest.warns(UserWarning, match=r"gives other bits each time, such as .* in the losses, f32\[[24]\]"):
-        steps(3)

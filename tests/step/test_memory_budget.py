@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.step.memory_budget import block_bytes, least_bytes, state_bytes
+from hfusion.step.memory_budget import block_bytes, state_bytes
 from tests.zoo import MODELS, normal
 
 EPS = 1e-4
@@ -125,29 +123,6 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     assert ("program" in str(step.report())) == case.compile
 
 
-def wide() -> nn.Module:
-    """Activations that are much larger than the weights."""
-    layers = [(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Hardswish()) for _ in range(4)]
-    return nn.Sequential(*(layer for group in layers for layer in group), nn.Flatten(), nn.Linear(1024, 3))
-
-
-def test_a_compiled_step_computes_more_members_within_the_same_memory() -> None:
-    torch.manual_seed(0)
-    fused = hf.fuse([wide() for _ in range(4)])
-    opt, x, target = hf.optim.SGD(fused.parameters(), lr=0.1), torch.randn(32, 4, 16, 16), torch.randint(3, (32,))
-    memory = budget(fused, opt, x, 2, 32, is_compiled=True)
-    assert budget(fused, opt, x, 1, 32) <= memory < budget(fused, opt, x, 2, 32)
-    step = hf.train_step(fused, F.cross_entropy, opt, compile=True, memory=memory, parts=1)
-    step(x, target)
-    assert "1 of 4 at a time" in str(step.report())
-    step(x, target)
-    assert "2 of 4 at a time" in str(step.report())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        step(x, target)
-    live = itertools.accumulate(event.cpu_memory_usage for event in profiler.events() if event.name == "[memory]")
-    assert memory // 4 <= max(live) <= memory
-
-
 def dropout(p: float) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(p), nn.Linear(8, 2)).double()
 
@@ -167,31 +142,6 @@ def test_what_members_draw_depends_on_no_block() -> None:
         torch.testing.assert_close(other, losses[0], rtol=1e-12, atol=0)
 
 
-def test_batches_of_different_sizes() -> None:
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in range(5)]
-    alone = copy.deepcopy(models)
-    fused = hf.fuse(models)
-    opt = hf.optim.SGD(fused.parameters(), lr=0.1)
-    xs = [torch.randn(n, 4, dtype=torch.float64) for n in (3, 5, 5, 2, 3)]
-    ys = [torch.randn(len(x), 2, dtype=torch.float64) for x in xs]
-    step = hf.train_step(
-        fused, F.mse_loss, opt, compile=False, memory=budget(fused, opt, hf.stacked(torch.stack([xs[1]] * 5)), 2, 5)
-    )
-    for _ in range(2):
-        losses = step(hf.stacked(xs), hf.stacked(ys))
-        for b, model in enumerate(alone):
-            model.zero_grad()
-            loss = F.mse_loss(model(xs[b]), ys[b])
-            loss.backward()
-            torch.testing.assert_close(losses[b], loss.detach(), rtol=1e-9, atol=0)
-            with torch.no_grad():
-                for param in model.parameters():
-                    assert param.grad is not None
-                    param -= 0.1 * param.grad
-    assert "2 of 5 at a time" in str(step.report())
-
-
 def test_a_shared_parameter_gets_the_sum_over_blocks() -> None:
     torch.manual_seed(0)
     base = nn.Linear(4, 4).double()
@@ -209,35 +159,6 @@ def test_a_shared_parameter_gets_the_sum_over_blocks() -> None:
     torch.testing.assert_close(shared.grad, alone[0][0].weight.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_members_that_train_no_layer_keep_it() -> None:
-    torch.manual_seed(0)
-    fused = hf.fuse([nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double() for _ in range(5)])
-    fused[1][0].requires_grad_(False)
-    before = {name: stack.clone() for name, stack in fused.state_dict().items()}
-    opt = hf.optim.Adam(fused.parameters(), lr=0.1)
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    step = hf.train_step(fused, F.mse_loss, opt, compile=False, memory=budget(fused, opt, x, 2, 6))
-    step(x, y)
-    after = fused.state_dict()
-    assert [bool((after["0.weight"][b] == before["0.weight"][b]).all()) for b in range(5)] == [
-        False,
-        True,
-        *[False] * 3,
-    ]
-    assert not (after["2.weight"] == before["2.weight"]).flatten(1).all(dim=1).any()
-    assert fused[1][0].weight.grad is None
-
-
-def test_the_least_memory_is_that_of_one_member_at_a_time() -> None:
-    fused = hf.fuse([nn.Linear(4, 2) for _ in range(3)])
-    opt, x = hf.optim.SGD(fused.parameters(), lr=0.1), torch.randn(6, 4)
-    least = least_bytes(fused, opt, Arguments.of((x,), {}))
-    assert least == budget(fused, opt, x, 1, 6)
-    hf.train_step(fused, F.mse_loss, opt, compile=False, memory=least)(x, torch.randn(6, 2))
-    with pytest.raises(hf.PlanError, match="give more memory, fewer samples, or fewer members"):
-        hf.train_step(fused, F.mse_loss, opt, compile=False, memory=least - 1)(x, torch.randn(6, 2))
-
-
 def test_too_little_memory_names_the_numbers() -> None:
     fused = hf.fuse([nn.Linear(4, 2) for _ in range(3)])
     opt = hf.optim.SGD(fused.parameters(), lr=0.1)
@@ -245,13 +166,6 @@ def test_too_little_memory_names_the_numbers() -> None:
     # Of 10 weights in each of 3 members, and as many gradients.
     with pytest.raises(hf.PlanError, match=r"3 members of Linear takes .*: 240B for .* memory=64B is less"):
         step(torch.randn(6, 4), torch.randn(6, 2))
-
-
-@pytest.mark.parametrize("memory", [0, -1, "2 apples"])
-def test_memory_that_is_no_number_of_bytes(memory: Any) -> None:
-    fused = hf.fuse([nn.Linear(4, 2) for _ in range(3)])
-    with pytest.raises(hf.PlanError, match="no positive number of bytes"):
-        hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), memory=memory)
 
 
 def test_hooks_are_refused_where_members_are_computed_in_blocks() -> None:

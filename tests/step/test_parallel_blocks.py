@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
-import sys
 import threading
 import time
 from typing import Any
@@ -16,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.ops import attention
-from hfusion.step.parallel_blocks import TURNS, ParallelBlocksStep, ThreadTrial
 from hfusion.step.program_lifecycle import InUse
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
-from tests.zoo import Model, normal
+from tests.zoo import Model
 
 
 def adam(array: hf.FusedModule) -> hf.optim.Adam:
@@ -109,132 +105,6 @@ def test_threads_show_in_no_bit(stacked: bool) -> None:
 
 
 @needs_compiler
-def test_gradients_of_the_step_before_may_be_an_input() -> None:
-    """They lie where those of this step will."""
-    results = []
-    for copied in (True, False):
-        step = classifier(4, parts=2)
-        advance(step, *data(), times=3)
-        first = next(p.grad for p in step._fused.parameters() if p.dim() == 3)
-        x = first.flatten(0, 1)[:5]
-        results.append(advance(step, x.clone() if copied else x, data()[1], times=1))
-    assert same(*results)
-
-
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 16, 3, stride=2), nn.Flatten(), nn.Linear(16 * 49, 3)
-    )
-
-
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(300, 257), nn.ReLU(), nn.Linear(257, 3))
-
-
-@needs_compiler
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(
-    ("make", "shape"), [(convolutional, (32, 3, 16, 16)), (wide, (128, 300))], ids=["convolutional", "wide"]
-)
-def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, shape: tuple[int, ...]) -> None:
-    """Kernels of torch that would compute with two threads here, and other bits, compute with one in each part."""
-    results = []
-    for threads in (2, 1, "auto"):
-        torch.manual_seed(4)
-        fused = hf.fuse([make() for _ in range(4)])
-        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads, compile=True)
-        inputs = torch.randn(shape), torch.randint(3, shape[:1])
-        advance(step, *inputs, times=2)
-        (variant,) = (variant for variants in step._variants.values() for variant in variants)
-        assert "on 2 threads" in variant.program.how
-        if threads == 1:
-            variant.program._threads = 1
-        results.append(advance(step, *inputs, times=2 * TURNS + 2))
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
-
-
-@needs_compiler
-@pytest.mark.usefixtures("two_threads")
-def test_as_many_as_torch_has_threads() -> None:
-    """The benefit of threads is measured, and shows in no bit."""
-    results = []
-    for parts in ("auto", 2):
-        step = classifier(5, parts=parts)
-        results.append(advance(step, *data(), times=2 + 2 * TURNS + 3))
-        (row,) = step.report().rows
-        message = re.escape("2 programs of ") + r"\d+ operators for 3 and 2 members, called once per block, "
-        timed = r"(on 2 threads|one after the other), measured: [\d.]+ ms, (on 2 threads|one after the other) [\d.]+ ms"
-        assert re.fullmatch(message + (timed if parts == "auto" else "on 2 threads"), row.how), row.how
-    assert same(*results)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("two_threads")
-def test_one_part_of_many_kinds() -> None:
-    """As many programs as blocks would cost more to compile than they gain."""
-    numbers = iter(range(100))
-    slopes = Model("slopes", lambda: nn.Sequential(nn.Linear(4, 2), nn.LeakyReLU(next(numbers) / 100)), normal(4))
-    comparison = parted(slopes, 10, 5)
-    for step in range(3):
-        comparison.advance(*batch(slopes, 4), f"after step {step}")
-    assert "in one part: members run 2 at once" in str(comparison.step.report())
-
-
-def test_a_trial_keeps_the_fastest() -> None:
-    trial = ThreadTrial(("a", "b"))
-    for variant, first, others in (("a", 9.0, 1.0), ("b", 0.5, 1.2)):
-        for turn in range(TURNS):
-            assert trial.best is None
-            assert trial.next == variant
-            trial.note(variant, others if turn else first)
-    # The first time of a variant does not count.
-    assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 1.2)
-
-
-def test_a_trial_ends_early_if_the_last_candidate_is_far_slower() -> None:
-    trial = ThreadTrial(("a", "b"))
-    for _ in range(TURNS):
-        trial.note("a", 1.0)
-    for seconds in (9.0, 1.6):
-        assert trial.best is None
-        trial.note("b", seconds)
-    assert trial.best == "a"
-
-
-@needs_compiler
-@pytest.mark.usefixtures("two_threads")
-def test_the_threads_of_a_trial_stay_until_its_end() -> None:
-    """Threads that are new find nothing in place, and are slow."""
-    step, teams = classifier(4), []
-    for _ in range(2):
-        step(*data())
-    (program,) = step._maker.programs()
-    assert isinstance(program, ParallelBlocksStep)
-    assert program._trial is not None
-    while program._trial.best is None:
-        step(*data())
-        teams += [team for team in program._teams.values() if team not in teams]
-        assert len(teams) <= 2
-    step(*data())
-    assert [team in teams for team in program._teams.values()] == [True]
-
-
-@needs_compiler
-def test_other_widths() -> None:
-    step, inputs = classifier(6, parts=2), data()
-    advance(step, *inputs)
-    step._fused.keep([0, 2, 3, 5])
-    step._optimizer.keep([0, 2, 3, 5])
-    advance(step, *inputs)
-    assert "for 2 members, called once per 2, on 2 threads" in str(step.report())
-    step._fused.keep([1])
-    step._optimizer.keep([1])
-    advance(step, *inputs)
-    assert str(step.report()).splitlines()[-1].endswith("operators")
-
-
-@needs_compiler
 def test_an_error_of_one_part_is_raised_after_all_have_ended() -> None:
     step, (x, target) = classifier(6, parts=3), data()
     advance(step, x, target)
@@ -267,34 +137,6 @@ def test_a_frozen_base_is_in_all_parts() -> None:
     assert "on 2 threads" in str(step.report())
 
 
-def calls_of(step: Any, *inputs: Any) -> int:
-    """Return how many functions Python calls in a step, including those in C."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        step(*inputs)
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@needs_compiler
-def test_python_does_no_more_for_more_parts() -> None:
-    counts = []
-    for parts in (2, 8):
-        step, inputs = classifier(16, parts=parts), data(16)
-        advance(step, *inputs)
-        assert f"on {parts} threads" in str(step.report())
-        # At some steps Python also collects garbage.
-        counts.append(min(calls_of(step, *inputs) for _ in range(5)))
-    assert counts[0] == counts[1] > 0
-
-
 def threads_left(expected: int) -> int:
     """Return the number of threads of teams, once it is `expected` or a minute has passed."""
     deadline = time.monotonic() + 60
@@ -317,24 +159,6 @@ def test_threads_end_with_the_last_step() -> None:
     assert threads_left(2) == 2
     del other
     assert threads_left(0) == 0
-
-
-@needs_compiler
-def test_steps_of_several_threads() -> None:
-    inputs = data()
-    steps = [classifier(6, parts=3) for _ in range(3)]
-    for step in steps:
-        advance(step, *inputs, times=2)
-    results: dict[int, list[Tensor]] = {}
-    threads = [
-        threading.Thread(target=lambda k=k: results.update({k: advance(steps[k], *inputs, times=20)})) for k in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
 
 
 @needs_compiler
@@ -396,45 +220,3 @@ def test_draws_of_a_member_are_the_same_in_any_part() -> None:
                 torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     # Fewer members take fewer seeds, so the second step is another.
     torch.testing.assert_close(results[3][0], results[0][0][:2], rtol=1e-9, atol=1e-12)
-
-
-class Attending(nn.Linear):
-    """Attention with dropout over the 6 values of a sample, as many tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = super().forward(x.unsqueeze(-1))
-        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.3, is_causal=True).mean(1)
-
-
-@needs_compiler
-def test_attention_by_blocks_of_queries_compiles_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    # One block of 6 queries, then blocks of 3.
-    for limit in (1 << 30, 3 * 2 * 4 * 6 * 4):
-        monkeypatch.setattr(attention, "BLOCK_BYTES", limit)
-        monkeypatch.setattr(attention, "KEPT_BYTES", limit)
-        torch.manual_seed(5)
-        fused = hf.fuse([Attending(1, 2) for _ in range(2)])
-        step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
-        x, target = torch.randn(4, 6), torch.randn(4, 2)
-        step(x, target)
-        torch.manual_seed(6)
-        losses = [step(x, target) for _ in range(3)]
-        results.append([*losses, *(param.grad.clone() for param in fused.parameters())])
-        assert ("by blocks of queries" in str(fused.report())) == (limit < 1 << 30)
-        assert "one program" in str(step.report())
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-@needs_compiler
-def test_what_has_no_draws_of_a_member_is_one_part() -> None:
-    class Shuffled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x[:, torch.randperm(4)])
-
-    fused = hf.fuse([Shuffled(4, 2) for _ in range(4)], verify=False)
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
-    for _ in range(3):
-        step(torch.randn(3, 4), torch.tensor([0, 1, 1]))
-    assert "in one part: aten.randperm.default draws" in str(step.report())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.step import program_cache
 from hfusion.step.compile_request import CompileRequest
-from hfusion.step.program_cache import NoProgram, StepPrograms
+from hfusion.step.program_cache import NoProgram
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
 
@@ -84,21 +84,6 @@ def test_a_file_that_is_not_believed(damage: str, folder: Path) -> None:
         path.symlink_to(folder / "other")
     with pytest.warns(UserWarning, match="is made anew"):
         assert program_cache.find(compile_request()) is None
-
-
-def test_nothing_is_kept_of_what_is_no_library(folder: Path) -> None:
-    graph = program_cache.KeptGraph((), (), program_cache.Assumptions(()))
-    assert not program_cache.keep(compile_request(), StepPrograms((graph,), (lambda *tensors: [],)))
-    assert not list(folder.glob("step-*"))
-
-
-@pytest.mark.parametrize(("name", "value"), [("HFUSION_PROGRAMS", "0"), ("HFUSION_CHECK", "1"), ("HFUSION_DUMP", "x")])
-def test_looking_at_stages_or_asking_for_it_keeps_nothing(
-    name: str, value: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert program_cache.keeping()
-    monkeypatch.setenv(name, value)
-    assert not program_cache.keeping()
 
 
 def test_a_key_of_other_circumstances(monkeypatch: pytest.MonkeyPatch) -> None:

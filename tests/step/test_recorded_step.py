@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.device import recordings
 from hfusion.step import block_partition as step
 from hfusion.step.recorded_step import Record, RecordedStep, Work
 from tests.step.test_step_graph import loss_of
@@ -80,14 +79,6 @@ def test_losses_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_inputs_may_change_after_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison, _ = recorded(monkeypatch)
-    x, target = batch(TINY, 4)
-    for number in range(5):
-        comparison.advance(x.copy_(torch.randn_like(x)), target, f"after step {number}")
-
-
-@needs_compiler
 def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison, records = recorded(monkeypatch)
     advance(comparison, [4, 4, 4])
@@ -95,38 +86,6 @@ def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) ->
         param.data = param.data.clone()
     advance(comparison, [4, 4, 4])
     assert len(records) == 2
-
-
-@needs_compiler
-def test_what_is_released_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison, records = recorded(monkeypatch)
-    advance(comparison, [4, 4, 4])
-    (program,) = comparison.step._maker.programs()
-    assert isinstance(program, RecordedStep)
-    comparison.step.release()
-    assert len(program._recorded) == 0
-    advance(comparison, [4, 4])
-    assert len(records) == 2
-
-
-@needs_compiler
-def test_tensors_that_move_again_and_again_are_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison, records = recorded(monkeypatch)
-    advance(comparison, [4, 4])
-    for _ in range(recordings.MAX_MOVES + 2):
-        for param in comparison.ours.parameters():
-            param.data = param.data.clone()
-        advance(comparison, [4, 3])
-    assert len(records) <= 2 * recordings.MAX_MOVES + 1
-    assert row(comparison).endswith(f"not recorded: its tensors have moved {recordings.MAX_MOVES} times")
-
-
-@needs_compiler
-def test_many_kinds_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "MAX_RECORDED", 1)
-    comparison, records = recorded(monkeypatch)
-    advance(comparison, [4, 4, 3, 3, 4, 3])
-    assert len(records) == 1
 
 
 @needs_compiler

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step.step_signatures import GuardedTensors
 from tests.step.test_step_graph import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
 
@@ -95,20 +94,6 @@ def test_compiled(model: Model) -> None:
 
 
 @needs_compiler
-def test_compiled_with_long_rows_of_channels() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(2, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 16, 2, 2)
-        )
-
-    wide = Model("wide", make, normal(2, 4, 4))
-    comparison = pair(wide, compile=True, count=16)
-    for step, size in enumerate([4, 4, 3, 3]):
-        comparison.advance(*batch(wide, size), f"after step {step}")
-    assert "program of" in str(comparison.step.report())
-
-
-@needs_compiler
 def test_a_situation_of_its_own_for_modes_and_frozen_parameters() -> None:
     comparison = pair(TINY, compile=True)
     arrays = (comparison.ours, comparison.theirs)
@@ -154,41 +139,6 @@ def test_tuples_and_keywords(compile: bool) -> None:
     assert torch.equal(
         results[0][0], torch.stack([F.mse_loss(m(x, y), t) for m, t in zip(models, target, strict=True)])
     )
-
-
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, temperature: Tensor) -> Tensor:
-        return self.linear(x) / temperature
-
-
-def test_an_input_without_dims_is_read_at_each_step() -> None:
-    models = [Tempered().double() for _ in range(2)]
-    fused = hf.fuse(models)
-    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
-    x, target = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
-    for temperature in torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64):
-        expected = torch.stack([F.mse_loss(model(x, temperature), target) for model in models])
-        torch.testing.assert_close(step((x, temperature), target), expected)
-    assert step.compilations == 1
-    assert "one program" in str(step.report())
-
-
-def test_arrays_of_other_widths_share_a_loss() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    for width in (3, 5, 2):
-        fused = hf.fuse([nn.Linear(4, width).double() for _ in range(2)])
-        step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
-        x, target = (torch.randn(3, n, dtype=torch.float64) for n in (4, width))
-        expected = torch.stack([loss(model(x), target) for model in fused.unfuse()])
-        for _ in range(2):
-            torch.testing.assert_close(step(x, target), expected)
-        assert "one program" in str(step.report())
 
 
 def test_what_runs_member_by_member_runs_eagerly_and_says_so() -> None:
@@ -243,42 +193,6 @@ def test_hooks_that_come_and_go_once_a_program_is_there() -> None:
     handles[1].remove()
     comparison.advance(*batch(TINY, 4), "without hooks again")
     assert len(called) == 3
-
-
-class Twins(nn.Module):
-    """Two parameters with one gradient, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
-        self.drop = nn.Dropout(0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.drop(x + self.a + self.b)
-        return y
-
-
-@needs_compiler
-def test_gradients_of_their_own_and_fresh_draws() -> None:
-    fused = hf.fuse([Twins() for _ in range(3)])
-    opt = torch.optim.SGD(fused.parameters(), lr=0.0)
-    step = hf.train_step(fused, lambda output, target: (output * target).sum(), opt, compile=True)
-    x = torch.ones(100, 64)
-    a, b = fused.get_parameter("a"), fused.get_parameter("b")
-    draws = []
-    for _ in range(4):
-        losses = step(x, x)
-        assert torch.equal(a.grad, b.grad)
-        draws += [*a.grad.clone(), losses]
-        a.grad.zero_()
-        assert b.grad.count_nonzero() == b.grad.numel()
-        torch.testing.assert_close(losses, torch.full((3,), 6400.0), rtol=0.05, atol=0)
-    assert step.report().rows[0].how.startswith("one program")
-    assert all(not torch.equal(g, h) for k, g in enumerate(draws) for h in draws[:k] if len(g) == len(h))
-    torch.manual_seed(3)
-    once = step(x, x)
-    torch.manual_seed(3)
-    assert torch.equal(step(x, x), once)
 
 
 def clip(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -465,39 +379,10 @@ def test_without_a_compiler_it_falls_back(tmp_path: Any) -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True, env=environment)
 
 
-def test_tensors_are_seen_again_until_something_about_them_changes() -> None:
-    changes: list[Callable[[nn.Parameter], object]] = [
-        lambda p: setattr(p, "data", torch.zeros(4, 3).mT),
-        lambda p: setattr(p, "data", torch.zeros(3, 5)),
-        lambda p: setattr(p, "data", p.data.double()),
-        lambda p: p.requires_grad_(False),
-        lambda p: p.register_hook(lambda grad: None),
-    ]
-    for change in changes:
-        tied, other = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
-        guarded = GuardedTensors.of([tied, other, tied])
-        assert guarded.matches([tied, other, tied])
-        assert not guarded.matches([tied, other, other])
-        change(tied)
-        assert not guarded.matches([tied, other, tied])
-
-
 def sequences(sequence: nn.Module) -> Pair:
     """Sums over steps of ``sequence``, whose target has as many."""
     model = Model("sequences", lambda: copy.deepcopy(sequence).double(), normal(4))
     return pair(model, compile=True, count=2, loss=lambda out, y: F.mse_loss(out.sum(-1), y))
-
-
-class Summed(nn.Module):
-    """Each step sees those before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.tril(x.new_ones(x.shape[1], x.shape[1]))
-        return self.outer(mask @ self.inner(x) / x.shape[1])
 
 
 class Steps(nn.Module):
@@ -507,32 +392,3 @@ class Steps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)[0]
-
-
-LENGTHS = [(7, 3), (9, 3), (12, 3), (5, 4), (8, 8), (7, 3), (9, 3), (30, 2)]
-
-
-@needs_compiler
-def test_new_lengths_need_no_new_program() -> None:
-    comparison = sequences(Summed())
-    for t, n in LENGTHS:
-        comparison.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
-    assert sum("program" in row.how for row in comparison.step.report().rows) == 1
-    # Another step with a loss of its like has no need to start from scratch.
-    again = hf.train_step(comparison.ours, lambda out, y: F.mse_loss(out, y), adam(comparison.ours), compile=True)
-    assert again(torch.randn(3, 11, 4).double(), torch.rand(3, 11, 2).double()).shape == (2,)
-
-
-def test_a_recurrent_layer_of_many_lengths_runs_eagerly_and_says_so() -> None:
-    comparison = sequences(Steps())
-
-    def advance(t: int, n: int) -> None:
-        comparison.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
-
-    advance(7, 3)
-    advance(9, 3)
-    with pytest.warns(UserWarning, match="a recurrent layer over a length that varies"):
-        advance(12, 3)
-    for t, n in [(5, 4), (8, 8), (30, 2), (9, 3)]:
-        advance(t, n)
-    assert not any("program" in row.how for row in comparison.step.report().rows)
