@@ -10,25 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from hfusion.cluster.jobs import DeviceKinds, RunOptions, arranged
+from hfusion.cluster.jobs import RunOptions, arranged
 from hfusion.cluster.messages import DeviceInfo
 from tests.trained import RATES
 
 DEVICE = DeviceInfo("one", torch.device("cpu"), 1 << 20, RATES, 0.0)
-
-
-def test_devices_that_differ_by_a_tenth_are_of_one_kind() -> None:
-    kinds = DeviceKinds()
-    alike = [DEVICE, replace(DEVICE, budget=(1 << 20) + 999), replace(DEVICE, rates=replace(RATES, flops=1.05e9))]
-    assert [kinds.kind(device) for device in alike] == [0, 0, 0]
-    others = [
-        replace(DEVICE, budget=(1 << 20) - 1),
-        replace(DEVICE, budget=1 << 21),
-        replace(DEVICE, rates=replace(RATES, calls=1.2e6)),
-        replace(DEVICE, physical=torch.device("cuda", 0)),
-    ]
-    assert [kinds.kind(device) for device in others] == [1, 2, 3, 4]
-    assert kinds.representatives[0].budget == 1 << 20
 
 
 def test_a_device_of_a_new_kind_has_its_own_estimates() -> None:

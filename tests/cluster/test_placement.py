@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hfusion.cluster.longest_first import Load, lower_bound, place_arrays
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import PlanError
-from tests.cluster.simulated_placement import RealCluster, SimulatedRun, VirtualClock, loaded
 
 
 def loads_of(seconds: Sequence[float], speeds: Sequence[float] = (1.0,)) -> list[Load]:
@@ -49,12 +48,6 @@ def test_longest_first_is_within_a_third_of_the_best(seconds: list[float], devic
     assert lower_bound(loads, kinds) <= best * (1 + 1e-9)
     # Graham's bound.
     assert makespan(assignment, loads, kinds) <= best * (4 / 3 - 1 / (3 * devices)) * (1 + 1e-9)
-
-
-def test_fast_devices_get_more() -> None:
-    loads = loads_of([1.0] * 12, speeds=(3.0, 1.0))
-    assignment = placed(loads, range(12), [0, 1], [0.0, 0.0])
-    assert [len(assigned) for assigned in assignment] == [9, 3]
 
 
 def test_an_array_goes_to_a_device_that_it_fits() -> None:
@@ -145,60 +138,3 @@ def test_a_device_without_work_takes_what_waits_for_another() -> None:
     assert placement.start_next(1) == 3
     assert placement.end(0) == 0
     assert placement.start_next(0) is None
-
-
-@given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 5), st.integers(0, 3))
-@settings(max_examples=100)
-def test_devices_that_are_not_as_estimated_cost_little_more_than_the_moves(
-    draw: random.Random, arrays: int, devices: int, more: int
-) -> None:
-    """Every array ends once; and where all begin at once, not much later than by the first plan, but for the moves.
-
-    An array may have moved to a device that is slower yet, of which that is known only when it is there.
-    """
-    sizes = [draw.uniform(100, 1000) for _ in range(arrays)]
-    slow = [draw.uniform(0.3, 3) for _ in range(devices if more == 0 else arrays + more)]
-    loads = [loaded(number, [size], f"task{number % 2}") for number, size in enumerate(sizes)]
-    took = [[size * factor for factor in slow] for size in sizes]
-    ends = []
-    for interval in (None, 5.0):
-        clock = VirtualClock()
-        placement = Placement(loads, [0] * len(slow), 0, clock, range(arrays))
-        run = SimulatedRun(placement, clock, RealCluster(took, 3, 2, interval))
-        ends.append(run.run())
-        assert sorted(run.done) == list(range(arrays))
-    if more:
-        assert ends[1] <= 1.25 * ends[0] + run.moved * (3 + 2)
-
-
-def two_of_which_one_is_slow(clock: Clock) -> Placement:
-    """The second device takes ten times what was estimated, and the first is idle when that is known."""
-    loads = [loaded(0, [100.0], "task"), loaded(1, [90.0], "task")]
-    placement = Placement(loads, [0, 0], 1, clock, range(2))
-    assert [placement.start_next(0), placement.start_next(1)] == [0, 1]
-    for now in (0, 50, 100):
-        clock.now = now
-        placement.reach(0, now * 10, now)
-        placement.reach(1, round(now / 0.9), now)
-        assert placement.moves() == []
-    placement.end(0)
-    assert [placement.moves(), placement.moves(), placement.idle] == [[1], [], []]
-    return placement
-
-
-def test_a_moved_array_goes_on_where_the_run_ends_sooner() -> None:
-    placement = two_of_which_one_is_slow(Clock())
-    placement.queue_moved_array(1)
-    assert placement.idle == [0, 1]
-    assert [placement.start_next(0), placement.start_next(1)] == [1, None]
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_device_that_is_lost_in_a_move_takes_nothing_with_it(lost: int) -> None:
-    placement = two_of_which_one_is_slow(Clock())
-    assert placement.lose(lost, back=False) == []
-    if lost == 0:
-        placement.queue_moved_array(1)
-    assert placement.start_next(1 - lost) == 1
-    assert placement.end(1 - lost) == 1
-    assert placement.over

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.cluster.process_executor import ProcessExecutor
 from hfusion.core.event_log import read_events
 from hfusion.schedule.actions import Act
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
@@ -207,19 +206,6 @@ def test_who_is_killed_loses_an_interval_at_most(
         assert len({entry.values["process"] for entry in logged}) == 2
 
 
-def test_ctrl_c_while_processes_end_leaves_none(tmp_path: Path, temporary: Path) -> None:
-    """They are stopped, so that they do not exit on their own; Python would wait for them at its exit."""
-    before, executor = shared_memory(), ProcessExecutor(machine(tmp_path, 2))
-    for child in multiprocessing.active_children():
-        os.kill(child.pid or 0, signal.SIGSTOP)
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        executor.close()
-    interrupt.join()
-    assert nothing_left(temporary, before)
-
-
 class Counting:
     """Stops the first member of the second task at its fifth result."""
 
@@ -229,76 +215,6 @@ class Counting:
     def __call__(self, result: hf.Step | hf.Evaluation) -> list[int]:
         self.count += result.task == "plain"
         return [0] if result.task == "plain" and self.count == 5 else []
-
-
-@LONG
-def test_a_loss_stops_the_members_that_were_stopped(tmp_path: Path) -> None:
-    """Stopped at the fifth minibatch and killed at the ninth, of which nothing was saved."""
-    torch.manual_seed(1)
-    expected = hf.train(tasks(), machine(tmp_path, 1), on_result=Counting())
-    assert expected["plain"].losses[:, 0].isnan().nonzero().flatten().tolist() == list(range(5, 12))
-    torch.manual_seed(1)
-    cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
-    report = hf.train(with_slow("kill", 100, tmp_path / "mark"), cluster, on_result=Counting())
-    for name in expected:
-        assert torch.equal(report[name].losses.nan_to_num(-1.0), expected[name].losses.nan_to_num(-1.0))
-
-
-class SlowAtFirst(TensorDataset):
-    """Gives a sample after a while in the process that asks first, and at once in others."""
-
-    def __init__(self, mark: Path) -> None:
-        super().__init__(*samples().tensors)
-        self.mark = mark
-
-    def __getitem__(self, index: Any) -> Any:
-        if multiprocessing.parent_process() is not None:
-            if not self.mark.exists():
-                self.mark.write_text(str(os.getpid()))
-            time.sleep(0.02 if self.mark.read_text() == str(os.getpid()) else 0.0)
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("killed", [None, pytest.param("source", marks=LONG), pytest.param("target", marks=LONG)])
-def test_an_array_on_a_slow_device_goes_on_elsewhere(
-    killed: str | None, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, no minibatch twice; where a process is killed as it is asked, from the last save."""
-    moved: list[str] = []
-    leave = ProcessExecutor.leave
-
-    def kill_and_leave(self: ProcessExecutor, device: int, name: str) -> None:
-        moved.append(name)
-        victim = {"source": device, "target": 1 - device}.get(killed or "")
-        process = None if victim is None else self._processes[victim]
-        leave(self, device, name)
-        if process is not None and len(moved) == 1:
-            os.kill(process.pid or 0, signal.SIGKILL)
-
-    monkeypatch.setattr(ProcessExecutor, "leave", kill_and_leave)
-    heard: list[Any] = []
-
-    def make_tasks(loader: Any, callback: Any) -> list[hf.Task]:
-        mixed, plain = tasks(callback)
-        return [mixed, replace(plain, loader=loader, epochs=30)]
-
-    before = shared_memory()
-    torch.manual_seed(1)
-    expected = hf.train(make_tasks(DataLoader(samples(), batch_size=12, shuffle=True), None), machine(tmp_path, 1))
-    torch.manual_seed(1)
-    slow = DataLoader(SlowAtFirst(tmp_path / "mark"), batch_size=12, shuffle=True)
-    cluster = hf.Cluster(machine(tmp_path, 2))
-    report = hf.train(make_tasks(slow, heard.append), cluster, checkpoint=tmp_path / "saves", every=8)
-    assert_same(report, expected)
-    assert moved[0] == "plain"
-    assert nothing_left(temporary, before)
-    if killed is None:
-        steps = [
-            event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"
-        ]
-        assert steps == [*range(120)]
-        assert {span.device for span in report.timeline.actions if span.task == "plain"} == {"cpu:0", "cpu:1"}
-        report.timeline.validate(report.plan)
 
 
 @LONG

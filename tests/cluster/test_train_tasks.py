@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hfusion as hf
@@ -165,83 +163,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(tasks(interrupt), tmp_path / "spill", SEVERAL)
     assert not list(tmp_path.glob("spill/*"))
-
-
-class Home(nn.Module):
-    """Computes in the process that made it alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.process = nn.Linear(5, 3), os.getpid()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if os.getpid() != self.process:
-            raise RuntimeError("not at home")
-        output: Tensor = self.linear(x)
-        return output
-
-
-def test_what_fails_elsewhere_is_trained_here(tmp_path: Path) -> None:
-    def make_tasks() -> list[hf.Task]:
-        loader = DataLoader(samples(), batch_size=12, shuffle=True)
-        torch.manual_seed(0)
-        return [hf.Task(Home(), F.cross_entropy, lambda p: hf.optim.SGD(p, lr=0.1), loader, name=name) for name in "ab"]
-
-    expected = in_one(make_tasks(), tmp_path)
-    with pytest.warns(UserWarning, match="goes on in one process, as processes could not begin: .*not at home"):
-        report = trained(make_tasks(), tmp_path, SEVERAL)
-    assert_same(report, expected)
-    assert "could not begin" in str(report.plan)
-
-
-def slow_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes begin at once, so that they are chosen wherever Python waits for Python."""
-    monkeypatch.setattr("hfusion.cluster.train_tasks.begin_seconds", lambda machine: -1e6)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("lock", "cannot go to another process, as pickle fails"),
-        ("reach", "callbacks reach an object of class TensorDataset that the training uses"),
-        ("scheduler", "a scheduler that exists cannot go to another process"),
-        ("host", "exceed the host's"),
-    ],
-)
-def test_reasons_for_one_process(change: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_python(monkeypatch)
-    lock, data = threading.Lock(), samples()
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target) if change != "lock" or lock is not None else output
-
-    if change != "lock":
-        del lock
-        loss = F.cross_entropy  # type: ignore[assignment]
-    fused = hf.fuse([Net(4, 0)])
-    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if change == "scheduler" else None
-    loader = DataLoader(data, batch_size=12)
-    callbacks: Any = (lambda event: data.tensors,) if change == "reach" else ()
-    first = hf.Task(fused, loss, optimizer, loader, name="a", scheduler=scheduler, callbacks=callbacks)
-    devices = machine(tmp_path, 2)
-    if change == "host":
-        devices = hf.Machine(devices.devices, host=2048, disk=tmp_path)
-    (other, *_) = tasks()
-    plan = hf.plan([first, other], devices)
-    assert plan.processes is not None
-    assert plan.processes.count == 1
-    assert reason in str(plan)
-
-
-def test_a_short_run_stays_in_one_process(tmp_path: Path) -> None:
-    plan = hf.plan(tasks(), machine(tmp_path, 2))
-    assert plan.processes is not None
-    assert plan.processes.count == 1
-    assert "one process for all devices: a minibatch takes" in str(plan)
-    assert hf.plan(tasks(), machine(tmp_path, 1)).processes is None
-    with pytest.raises(hf.PlanError, match="3 processes for 2 devices"):
-        replace(plan, processes=Processes(3, "many"))
 
 
 SCRIPT = """
