@@ -24,34 +24,6 @@ def test_only_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
     assert not claimed.path.exists()
 
 
-def test_a_folder_removed_before_it_is_claimed_is_created_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between making a folder and claiming it, another process may remove it."""
-    created, mkdir = list[Path](), Path.mkdir
-
-    def raced(self: Path, *arguments: object) -> None:
-        mkdir(self)
-        created.append(self)
-        if len(created) < 3:
-            remove_abandoned(tmp_path, "run-")
-
-    monkeypatch.setattr(Path, "mkdir", raced)
-    claimed = ClaimedFolder(tmp_path, "run-")
-    assert len(created) == 3
-    assert [*tmp_path.iterdir()] == [claimed.path] == [created[-1]]
-    claimed.drop()
-
-
-def test_a_renamed_folder_is_still_claimed_until_it_is_dropped(tmp_path: Path) -> None:
-    claimed = ClaimedFolder(tmp_path, "run-", 0o700)
-    assert claimed.path.stat().st_mode & 0o777 == 0o700
-    moved = claimed.path.rename(tmp_path / "run-moved")
-    remove_abandoned(tmp_path, "run-")
-    assert moved.exists()
-    claimed.drop()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_links_and_folders_of_other_users_are_not_removed(tmp_path: Path) -> None:
     """In a folder shared by many users, a user who may remove the files of others does not."""

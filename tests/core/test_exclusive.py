@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.core.exclusive import FairLock, tracing
+from hfusion.core.exclusive import tracing
 from tests.alone import normal
 from tests.forwards.table import Sevenfold
 
@@ -114,20 +114,3 @@ def test_an_interrupt_in_a_capture_frees_the_way() -> None:
     thread.start()
     thread.join()
     assert acquired == [True]
-
-
-def test_a_waiting_thread_gets_a_fair_lock_next() -> None:
-    lock, order = FairLock(), list[str]()
-
-    def wait() -> None:
-        with lock:
-            order.append("who waited")
-
-    with lock, lock:
-        (thread := threading.Thread(target=wait)).start()
-        while not lock._next.locked():
-            pass
-    with lock:
-        order.append("who had it")
-    thread.join()
-    assert order == ["who waited", "who had it"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
-from hfusion.core.gradient_usage import Join, absent_rows
+from hfusion.core.gradient_usage import absent_rows
 
 MEMBERS = 3
 
@@ -234,81 +232,6 @@ def test_of_other_models(make: Callable[[], nn.Module], take: Callable[[Any], Te
         pair.check()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_several_backward_passes_count_together(set_to_none: bool) -> None:
-    pair = Pair(Inside, "AdamW", {})
-    for step in range(4):
-        pair.zero(set_to_none)
-        for keys in KEYS[step : step + 2]:
-            pair.backward(batch(*keys), whole)
-        pair.check()
-        pair.step()
-        pair.check()
-
-
-def test_two_calls_in_one_pass_count_together() -> None:
-    pair = Pair(Alone, "AdamW", {})
-    first, second = batch(2.0, 0.5, -1.0), batch(0.5, 0.5, 2.0)
-    losses = [pair.fused(hf.stacked(xs)).square().sum() for xs in (first, second)]
-    torch.stack(losses).sum().backward()
-    for model, first_x, second_x in zip(pair.models, first, second, strict=True):
-        (model(first_x).square().sum() + model(second_x).square().sum()).backward()
-    pair.step()
-    pair.check()
-
-
-@pytest.mark.parametrize("keywords", [{"retain_graph": True}, {"create_graph": True}])
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
-def test_a_kept_graph(keywords: dict[str, bool]) -> None:
-    pair = Pair(Before, "AdamW", {})
-    for keys in KEYS:
-        pair.zero()
-        pair.backward(batch(*keys), whole, **keywords)
-        pair.step()
-        pair.check()
-    pair.zero()
-
-
-def test_gradients_without_accumulation_note_nothing() -> None:
-    pair = Pair(Alone, "AdamW", {})
-    pair.backward(batch(2.0, 0.5, -1.0), whole)
-    before = {key: absent_rows(p.grad) for key, p in pair.fused.named_parameters() if p.grad is not None}
-    loss = pair.fused(hf.stacked(batch(2.0, 2.0, 2.0))).sum()
-    torch.autograd.grad(loss, list(pair.fused.parameters()), allow_unused=True)
-    after = {key: absent_rows(p.grad) for key, p in pair.fused.named_parameters() if p.grad is not None}
-    assert before == after
-    pair.step()
-    pair.check()
-
-
-def test_second_gradients_pass_through() -> None:
-    pair = Pair(Before, "SGD", {})
-    xs = batch(2.0, 0.5, -1.0)
-
-    def penalty(model: nn.Module, outputs: Tensor) -> Tensor:
-        params = list(model.parameters())
-        grads = torch.autograd.grad(outputs.square().sum(), params, create_graph=True, allow_unused=True)
-        return torch.stack([g.square().sum() for g in grads if g is not None]).sum()
-
-    penalty(pair.fused, pair.fused(hf.stacked(xs))).backward()
-    for model, x in zip(pair.models, xs, strict=True):
-        penalty(model, model(x)).backward()
-    for key, param in pair.fused.named_parameters():
-        rows = [model.get_parameter(key).grad for model in pair.models]
-        if param.grad is not None:
-            close(param.grad, [torch.zeros_like(param[0]) if row is None else row for row in rows], key)
-
-
-def test_a_penalty_on_the_parameters_uses_them_all() -> None:
-    pair = Pair(Alone, "AdamW", {})
-    xs = batch(2.0, 0.5, -1.0)
-    for model, inputs in ((pair.fused, hf.stacked(xs)), *zip(pair.models, xs, strict=True)):
-        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
-        (model(inputs).square().sum() + penalty).backward()
-    pair.step()
-    pair.check()
-
-
 def test_clipping_counts_what_is_there() -> None:
     for order in (2.0, float("inf"), -float("inf"), 0.5, 0.0):
         pair = Pair(Alone, "SGD", {})
@@ -333,28 +256,6 @@ def test_train_step() -> None:
             nn.functional.mse_loss(model(x), target).backward()
             optimizer.step()
         pair.check()
-
-
-def test_copies_and_pickles() -> None:
-    pair = Pair(Alone, "AdamW", {})
-    pair.backward(batch(2.0, 0.5, -1.0), whole)
-    copied = copy.deepcopy(pair.fused)
-    assert all(p.grad is None or absent_rows(p.grad) is None for p in copied.parameters())
-    pickle.loads(pickle.dumps(pair.optimizer))
-    pair.step()
-    pair.check()
-
-
-def test_a_run_without_backward_leaves_nothing() -> None:
-    def nodes() -> int:
-        gc.collect()
-        return sum(type(item) is Join._backward_cls for item in gc.get_objects())  # type: ignore[attr-defined]
-
-    pair, before = Pair(Before, "SGD", {}), nodes()
-    outputs = pair.fused(hf.stacked(batch(2.0, 0.5, -1.0)))
-    assert nodes() > before
-    del outputs
-    assert nodes() == before
 
 
 @pytest.mark.parametrize(("memory", "accumulate"), [("1GiB", 1), ("1GiB", 2), ("400KiB", 1)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -185,88 +184,3 @@ def test_trained_as_alone(kind: Callable[[float], nn.Module], way: str, members:
         for (name, tensor), (_, value) in zip(model.state_dict().items(), expected.state_dict().items(), strict=True):
             torch.testing.assert_close(tensor, value, rtol=1e-9, atol=1e-12, msg=name)
         torch.testing.assert_close(model.eval()(batch()[0]), expected.eval()(batch()[0]), rtol=1e-9, atol=1e-12)
-
-
-class Counting(nn.Module):
-    """Its forward, and a method, change plain values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.calls, self.state = nn.Linear(4, 3), 0, "unused"
-        self.inner = nn.Linear(3, 3)
-        self.inner.calls = 0  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.state = "used"
-        self.inner.calls += 1  # type: ignore[operator]
-        y: Tensor = self.inner(self.fc(x))
-        return y
-
-    def rename(self, name: str) -> None:
-        self.state = name
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        return self.calls, self.state, self.inner.calls
-
-
-COPIES: dict[str, Callable[[hf.FusedModule], list[Any]]] = {
-    "members": list,
-    "unfuse": lambda fused: fused.unfuse(),
-    "deepcopy": lambda fused: copy.deepcopy(fused).unfuse(),
-    "members of a copy": lambda fused: list(copy.deepcopy(fused)),
-    "pickle": lambda fused: pickle.loads(pickle.dumps(fused)).unfuse(),
-    "slice": lambda fused: fused[0:3].unfuse(),
-    "keep": lambda fused: [fused.keep([2, 1, 0]), fused.keep([2, 1, 0]), *fused.unfuse()][2:],
-    "append": lambda fused: [fused.append([Counting()]), *fused.unfuse()][1:4],
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_values_that_a_member_changes_itself(way: str) -> None:
-    alone, fused = [Counting() for _ in range(3)], hf.fuse([Counting() for _ in range(3)])
-    for members in (alone, fused):
-        members[1](normal(2, 4).float())
-        members[1](normal(2, 4).float())
-        members[0].rename("other")
-    assert [model.values for model in COPIES[way](fused)] == [model.values for model in alone]
-
-
-class Restored(Net):
-    def __getstate__(self) -> dict[str, Any]:
-        return {"kept": self.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        self.load_state_dict(state["kept"])
-
-
-def reduced_inside(scale: float) -> nn.Module:
-    """Return a module of torch around one that pickles itself by values."""
-    return nn.Sequential(Restored(scale), nn.Linear(3, 3))
-
-
-@pytest.mark.parametrize("kind", [Reduced, Restored, reduced_inside])
-@pytest.mark.parametrize("members", [1, 2])
-def test_classes_that_pickle_values_of_tensors_refuse_pickles_of_arrays(
-    kind: Callable[[float], nn.Module], members: int
-) -> None:
-    fused = of_array(models(kind, members))
-    with pytest.raises(hf.FusionError, match=r"cannot be pickled: .* Pickle the modules of unfuse\(\)"):
-        pickle.dumps(fused)
-    pickled = pickle.loads(pickle.dumps(fused.unfuse()))
-    for one, member in zip(pickled, fused, strict=True):
-        assert torch.allclose(next(one.parameters()).double(), next(member.parameters()))
-
-
-def test_classes_that_pickle_other_values_are_pickled_in_arrays() -> None:
-    fused = of_array(models(LosesState, 2))
-    assert torch.equal(pickle.loads(pickle.dumps(fused)).fc.weight, fused.fc.weight)
-
-
-def test_values_that_a_member_of_a_population_changes_itself() -> None:
-    pop = hf.Population([Counting() for _ in range(3)], optimizer=sgd, loss=F.mse_loss)
-    pop.models[1](normal(2, 4).float())
-    pop.copy(1, 2)
-    assert [pop.stop(row).values for row in (2, 1, 0)] == [(1, "used", 1), (1, "used", 1), (0, "unused", 0)]

@@ -90,22 +90,6 @@ def test_marks_and_classes_are_on_stacks_views_and_copies(gains: Sequence[float]
     assert [view.scale.gain for view in again] == list(gains)
 
 
-def test_marks_follow_members_that_come_and_go() -> None:
-    fused: Any = hf.fuse(members([1.0, 2.0, 1.0], False))
-    assert isinstance(fused.scale.gain, DifferingMark)
-    fused.keep([2, 0])
-    assert fused.scale.gain == 1.0
-    fused.scale.mine = "of the user"
-    fused.append(members([5.0], False))
-    assert isinstance(fused.scale.gain, DifferingMark)
-    assert [view.scale.gain for view in fused] == [1.0, 1.0, 5.0]
-    assert fused.scale.mine == "of the user"
-    for model in (plain := members([1.0] * 3, False)):
-        del model.scale.gain
-    fused.put([0, 1, 2], plain)
-    assert not hasattr(fused.scale, "gain")
-
-
 USES: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "comparison": lambda mark: mark == 1.0,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hfusion.core.member_random import MemberSeeds, member_seeds, seeded
+from hfusion.core.member_random import MemberSeeds
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -48,34 +48,9 @@ def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_uniform(dtype: torch.dtype) -> None:
-    """Moments, and how often each of 64 stretches is met, in one member and in one place of many members."""
-    for shape in ((1, 1 << 16), (1 << 16, 1)):
-        values = MemberSeeds(seeds(shape[0])).uniform(shape, dtype).flatten().double()
-        assert 0 <= values.min() < 1e-3
-        assert 1 - 1e-3 < values.max() < 1
-        assert values.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(1 / 12 / len(values)))
-        counts = torch.histc(values, 64, 0, 1)
-        expected = len(values) / 64
-        # 63 degrees of freedom: beyond 130 once in a million.
-        assert ((counts - expected) ** 2 / expected).sum() < 130
-        neighbours = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
-        assert abs(neighbours) < 5 / math.sqrt(len(values))
-
-
-@DTYPES
 def test_normal(dtype: torch.dtype) -> None:
     values = MemberSeeds(seeds(4)).normal((4, 1 << 14), dtype).double()
     assert torch.isfinite(values).all()
     assert values.mean().item() == pytest.approx(0, abs=5 / math.sqrt(values.numel()))
     assert values.var().item() == pytest.approx(1, abs=0.05)
     assert (values**4).mean().item() == pytest.approx(3, abs=0.2)
-
-
-def test_seeds_are_for_a_while() -> None:
-    assert member_seeds() is None
-    with seeded(seeds(2)):
-        assert member_seeds() is not None
-        with seeded(None):
-            assert member_seeds() is None
-    assert member_seeds() is None

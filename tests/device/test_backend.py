@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.device.backend import accelerators, backend, memory_of, random_states_kept
+from hfusion.device.backend import accelerators, backend, random_states_kept
 from hfusion.device.graphs import GraphPool
 
 DEVICES = [torch.device("cpu"), *accelerators()]
@@ -41,12 +41,6 @@ def test_memory_that_it_pins_is_pinned(device: torch.device) -> None:
         assert torch.empty(1, device=device).device.type == device.type
 
 
-def test_pinned_memory_is_taken_in_powers_of_two() -> None:
-    sizes = [0, 1, 3, 64, 65]
-    assert [memory_of(size, pinned=False) for size in sizes] == sizes
-    assert [memory_of(size, pinned=True) for size in sizes] == [0, 1, 4, 64, 128]
-
-
 class Graph:
     """A graph in a new pool, or in the pool that it was given."""
 
@@ -74,25 +68,6 @@ def test_graphs_share_a_pool_as_long_as_one_of_them_is_alive() -> None:
 
 def test_the_host_records_nothing() -> None:
     assert backend(torch.device("cpu")).recorder() == ""
-
-
-@pytest.mark.parametrize("kind", ["xpu", "cuda"])
-def test_a_device_that_records_nothing_says_why(kind: str) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("records graphs")
-    assert backend(torch.device(kind, 0)).recorder()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", accelerators(), ids=str)
-def test_work_is_recorded_again_after_its_first_graphs_are_gone(device: torch.device) -> None:
-    record, x = backend(device).recorder(), torch.zeros(3, device=device)
-    assert not isinstance(record, str), record
-    for count in range(3):
-        replay, y = record(lambda: x.add_(1).clone())
-        replay()
-        assert y.tolist() == [count + 1.0] * 3
-        del replay, y
 
 
 @pytest.mark.gpu

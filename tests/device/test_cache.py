@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,16 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.device import cache
 from hfusion.device.cache import (
     MAX_BYTES,
     cache_folder,
-    number,
     read,
-    read_json,
     read_sealed,
     write,
-    write_json,
     write_sealed,
 )
 
@@ -114,22 +109,6 @@ def test_an_unusable_folder_is_reported_once(
     (private / "kept").unlink()
 
 
-def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all({"XDG_CACHE_HOME": None, "HOME": None}, tmp_path, monkeypatch)
-    try:
-        expected = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "hfusion"
-    except KeyError:
-        expected = None
-    for home in (None, ""):
-        set_all({"HOME": home}, tmp_path, monkeypatch)
-        assert cache._preferred_folder() == expected
-    set_all({"HOME": "."}, tmp_path, monkeypatch)
-    assert cache._preferred_folder() is None
-    cache._usable.cache_clear()
-    with pytest.warns(UserWarning, match=r"\(the user has no home folder\)"):
-        assert cache_folder().is_dir()
-
-
 def given_away(path: Path) -> None:
     os.chown(path, STRANGER, -1)
 
@@ -190,47 +169,3 @@ def test_untrusted_files_are_refused(attack: Callable[[Path], None], why: str, t
         path.rmdir()
     write_sealed(path, b"new")
     assert read_sealed(path) == b"new"
-
-
-@pytest.mark.parametrize("make", [open_to_all, pytest.param(stranger, marks=needs_root)])
-def test_no_file_is_believed_in_a_folder_of_others(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "hfusion")
-    (tmp_path / "hfusion" / "kept").write_bytes(b"x")
-    for act in (read, lambda path: write(path, b"y")):
-        with pytest.raises(PermissionError):
-            act(tmp_path / "hfusion" / "kept")
-    assert os.listdir(tmp_path / "hfusion") == ["kept"]
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_the_first_who_keeps_once_is_believed(damaged: bool, tmp_path: Path) -> None:
-    """Unless what is there is damaged."""
-    path = tmp_path / "choice.json"
-    assert cache.write_sealed_once(path, b"first")
-    if damaged:
-        path.write_bytes(path.read_bytes()[:-1])
-    assert cache.write_sealed_once(path, b"second") == damaged
-    assert cache.read_sealed(path) == (b"second" if damaged else b"first")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("content", ["", "[" * 1_000_000, '{"a":' * 100_000, "\x00", "[" + "9" * 5000 + "]"])
-def test_invalid_json_is_refused(content: str, tmp_path: Path) -> None:
-    write(tmp_path / "hfusion" / "kept.json", content.encode())
-    with pytest.raises(ValueError):  # noqa: PT011
-        read_json(tmp_path / "hfusion" / "kept.json")
-
-
-def test_json(tmp_path: Path) -> None:
-    write_json(tmp_path / "hfusion" / "kept.json", {"a": [1, None]})
-    assert read_json(tmp_path / "hfusion" / "kept.json") == {"a": [1, None]}
-    with pytest.raises(FileNotFoundError):
-        read_json(tmp_path / "hfusion" / "other.json")
-
-
-@pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), -1, 0, 0.5, 10**400, [1], {}])
-def test_invalid_numbers_are_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="is no number from 1 to 1000"):
-        number(value, 1, 1000)
-    assert number(7, 1, 1000) == 7.0

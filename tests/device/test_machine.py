@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,9 @@ import torch
 
 from hfusion.core.errors import PlanError
 from hfusion.device import calibrate
-from hfusion.device.cache import cache_folder, write, write_json
-from hfusion.device.calibrate import ComputeRates, Rates, compute_rates, standard_rates
+from hfusion.device.cache import cache_folder
+from hfusion.device.calibrate import compute_rates, standard_rates
 from hfusion.device.machine import Device, Machine, host_memory, parse_bytes
-from hfusion.device.native import cores
 
 CPU = torch.device("cpu")
 
@@ -112,25 +108,6 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert elsewhere.load != 123.0
 
 
-def test_processes_that_measure_at_the_same_time_choose_by_the_same_rates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one ends its measuring when the first has kept its rates."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def measure(flops: float, meanwhile: Callable[[], object]) -> Callable[[], dict[str, float]]:
-        def measured() -> dict[str, float]:
-            meanwhile()
-            return {"flops": flops}
-
-        return measured
-
-    first: list[dict[str, float]] = []
-    keep = partial(calibrate._cached_rates, "compute", {"device": "some"}, ["flops"])
-    second, _ = keep(measure(2e9, lambda: first.append(keep(measure(1e9, dict))[0])))
-    assert first == [second] == [{"flops": 1e9}]
-
-
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("kind", ["compute", "moving"])
 @pytest.mark.parametrize("damage", ["", "[]", '{"machine": {}}', "null"])
@@ -145,47 +122,6 @@ def test_a_damaged_calibration_is_measured_anew(
     rates = machine.calibrate()["cpu"]
     assert rates_in(path).items() <= asdict(rates).items()
     assert len(list(cache_folder().iterdir())) == 2
-
-
-def test_devices_share_an_interpreter_and_what_is_one_device_its_speed() -> None:
-    card = Rates(8.0, 8.0, 8.0, 1.0, 1.0, 1.0, 1.0, device="cuda")
-    assert card.shared(1, 1) == card
-    assert card.shared(1, 4) == replace(card, calls=2.0)
-    assert card.shared(2, 4) == replace(card, flops=4.0, memory=4.0, calls=2.0)
-    # As many names as this process has cores for threads of torch compute at full speed.
-    host, room = replace(card, device="cpu"), max(1, cores() // torch.get_num_threads())
-    assert host.shared(room, 1).flops == 8.0 > host.shared(2 * cores(), 1).flops
-    assert card.shared(1, 2).action_seconds == 2 * card.action_seconds > 0
-
-
-def test_calibration_warns_and_goes_on_if_the_cache_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="no cache folder can be used .*XDG_CACHE_HOME"):
-        rates = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()
-    assert rates["cpu"].load > 0
-
-
-@pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("kind", ["compute", "moving"])
-def test_a_calibration_that_cannot_be_read_or_replaced_is_told(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
-    machine.calibrate()
-    path = kept(kind)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.warns(UserWarning, match=r"the rates of the machine in .* are measured again: it is no regular file"):
-        rates = machine.calibrate()
-    assert machine.calibrate() == rates
-    path.unlink()
-    path.mkdir()
-    with pytest.warns(UserWarning, match="it is no regular file"), pytest.warns(UserWarning, match="are not kept"):
-        machine.calibrate()
 
 
 @pytest.mark.usefixtures("measured", "two_threads")
@@ -222,66 +158,12 @@ def test_lowerings_are_chosen_by_the_rates_of_this_machine_which_are_measured_on
     assert compute_rates(CPU) == rates
 
 
-@pytest.mark.usefixtures("measured")
-def test_files_without_the_rates_of_half_precision_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
-    machine.calibrate()
-    path = kept("compute")
-    content = json.loads(path.read_text())
-    assert content["rates"].keys() == {"flops", "bfloat16", "float16", "memory", "calls"}
-    earlier = dict.fromkeys(("flops", "memory", "calls"), 12345.0)
-    path.write_text(json.dumps(content | {"rates": earlier}))
-    rates = machine.calibrate()["cpu"]
-    assert rates_in(path) == {name: getattr(rates, name) for name in content["rates"]}
-    assert rates.flops != 12345.0
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_each_dtype_has_its_rate(name: str) -> None:
-    dtype = getattr(torch, name)
-    rates = ComputeRates(8.0, 4.0, 2.0, **{name: 32.0})
-    assert (rates.flops_of(torch.float32), rates.flops_of(torch.float64), rates.flops_of(dtype)) == (8.0, 8.0, 32.0)
-    assert ComputeRates(8.0, 4.0, 2.0).flops_of(dtype) == 8.0
-    card = Rates(8.0, 8.0, 8.0, 1.0, 1.0, 1.0, 1.0, **{name: 32.0}, device="cuda")
-    assert card.shared(names=2, devices=4).flops_of(dtype) == 16.0
-    with pytest.raises(PlanError, match=f"rate {name} is 0.0: it must be a positive number"):
-        ComputeRates(8.0, 4.0, 2.0, **{name: 0.0})
-
-
-@pytest.mark.usefixtures("measured")
-def test_standard_rates_choose_lowerings_if_nothing_can_be_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert compute_rates(CPU) == standard_rates(CPU)
-    absent = torch.device("cuda", 99)
-    assert compute_rates(absent) == standard_rates(absent)
-    assert compute_rates(absent).device == "cuda"
-
-
 def test_standard_rates_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compute_rates(CPU) == standard_rates(CPU)
     assert not list(tmp_path.iterdir())
     calibrated = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()["cpu"]
     assert asdict(standard_rates(CPU)).items() <= asdict(calibrated).items()
-
-
-ABSURD = ["NaN", "Infinity", "1e999", "-1", "0", '"1e9"', "true", "null", "[1]", "1e300", "1" + 400 * "0", 9000 * "["]
-
-
-@pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:9])
-def test_absurd_rates_are_not_believed(value: str, tmp_path: Path) -> None:
-    rates = {"load": 1e9, "read": 2e9}
-    path = tmp_path / "hfusion" / "rates.json"
-    write_json(path, {"machine": {}, "rates": rates})
-    assert calibrate._read(path, {}, ("load", "read")) == rates
-    write(path, json.dumps({"machine": {}, "rates": rates | {"read": 12345.0}}).replace("12345.0", value).encode())
-    assert calibrate._read(path, {}, ("load", "read")) is None
 
 
 def test_a_disk_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

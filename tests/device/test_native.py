@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hfusion.device import native
-from hfusion.device.cache import write_sealed
 from hfusion.ops import rnn
 from hfusion.optim import native_kernels as kernels
 from tests.device.test_cache import ATTACKS
@@ -34,42 +32,6 @@ def seven(tmp_path: Path) -> Path:
     source = tmp_path / "seven.c"
     source.write_text("int seven(void) { return 7; }")
     return source
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_library_is_compiled_meanwhile(seven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    calls: list[str] = []
-    for _ in range(2):
-        native.compile_in_background(seven, lambda: calls.append("before"))
-    assert calls == ["before"]
-    begun = native._pending_libraries[seven]
-    library = native.library(seven)
-    assert isinstance(library, ctypes.CDLL)
-    assert library is begun.result()
-    assert native.library(seven) is library
-    assert seven not in native._pending_libraries
-
-
-def test_a_failed_background_compilation_is_reported_when_the_library_is_requested(
-    seven: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CC", "false")
-    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    native.compile_in_background(seven, lambda: None)
-    assert "failed" in str(native.library(seven))
-
-
-def test_a_library_that_does_not_load_is_compiled_again(seven: Path, compiler: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
-    (binary,) = folder.iterdir()
-    write_sealed(binary, b"no library")
-    library = native.build(seven, compiler, folder)
-    assert isinstance(library, ctypes.CDLL)
-    assert library.seven() == 7
-    assert binary.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
@@ -103,16 +65,6 @@ def test_code_of_a_stranger_does_not_run(seven: Path, compiler: list[str], tmp_p
     with pytest.warns(UserWarning, match="are built again: it is damaged"):
         native.build(seven, compiler, folder)
     assert not mark.exists()
-
-
-def test_a_loaded_library_works_after_its_file_is_truncated(seven: Path, compiler: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    native.build(seven, compiler, folder)
-    library = native.build(seven, compiler, folder)
-    (binary,) = folder.iterdir()
-    os.truncate(binary, 0)
-    assert isinstance(library, ctypes.CDLL)
-    assert library.seven() == 7
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of(seven: Path, compiler: list[str], tmp_path: Path) -> None:

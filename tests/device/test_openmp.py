@@ -43,8 +43,3 @@ def test_a_thread_that_waits_keeps_no_team() -> None:
     assert counts == [1, 1]
     assert remaining == [0, 0]
     assert sums == [2.0 * (1 << 20)] * 2
-
-
-def test_releasing_no_team_does_nothing() -> None:
-    release_team()
-    release_team()

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from hfusion.device.team import PieceError, active_team, helped_by, library, team
+from hfusion.device.team import library, team
 
 needs_library = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
 
@@ -37,42 +37,6 @@ def test_pieces_are_done_at_the_same_time() -> None:
     meeting = threading.Barrier(4)
     piece = Piece(lambda work, index, message, room: meeting.wait(60) * 0)
     team(4).run(address(piece), 0, 4)
-
-
-@needs_library
-def test_the_first_failed_piece_is_raised_when_all_have_ended() -> None:
-    ended: list[int] = []
-
-    def do(work: int, index: int, message: object, room: int) -> int:
-        if index == 1:
-            ctypes.memmove(message, b"no luck\0", 8)
-            return 1
-        time.sleep(0.05)
-        ended.append(index)
-        return 0
-
-    piece = Piece(do)
-    with pytest.raises(PieceError, match="no luck") as error:
-        team(2).run(address(piece), 0, 1000)
-    assert error.value.piece == 1
-    assert 0 in ended
-    assert len(ended) < 999
-
-
-@needs_library
-def test_threads_compute_alone_and_others_as_before() -> None:
-    thread_counts: list[int] = []
-    piece = Piece(lambda work, index, message, room: thread_counts.append(torch.get_num_threads()) or 0)
-    try:
-        torch.set_num_threads(5)
-        team(2).run(address(piece), 0, 3)
-        born: list[int] = []
-        other = threading.Thread(target=lambda: born.append(torch.get_num_threads()))
-        other.start()
-        other.join()
-        assert (thread_counts, torch.get_num_threads(), born) == ([1, 1, 1], 5, [5])
-    finally:
-        torch.set_num_threads(1)
 
 
 @needs_library
@@ -104,14 +68,3 @@ def test_the_caller_is_one_of_the_threads(threads: int) -> None:
             time.sleep((times % 3) * 0.001)
     finally:
         torch.set_num_threads(1)
-
-
-@needs_library
-def test_the_team_that_helps() -> None:
-    helpers = team(2)
-    with helped_by(helpers):
-        assert active_team() is helpers
-        with helped_by(None):
-            assert active_team() is None
-        assert active_team() is helpers
-    assert active_team() is None

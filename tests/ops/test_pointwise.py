@@ -124,7 +124,6 @@ def test_pointwise(case: Case) -> None:
     check(case)
 
 
-PROMOTING = [aten.add.Tensor, aten.eq.Tensor, aten.div.Tensor, aten.where.self]
 DTYPES = [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64]
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.capture.export import capture
 from hfusion.core.layout import Layout
 from hfusion.core.tree import leaves
 from hfusion.device import native
@@ -82,15 +81,6 @@ def lowered(features: int, size: int, *, train: bool = True, members: int = MEMB
 
 def test_without_kernels_the_torch_operator_runs_per_member(form: str) -> None:
     assert lowered(3, 4) is {"kernels": rnn.lstm_stacked, "torch": call_per_member}[form]
-
-
-@pytest.mark.usefixtures("kernels")
-def test_the_torch_operator_runs_per_member_if_it_is_faster() -> None:
-    assert lowered(3, 4, train=False) is rnn.lstm_stacked
-    assert lowered(64, 128) is rnn.lstm_stacked
-    assert lowered(64, 128, train=False) is call_per_member
-    assert lowered(256, 512) is call_per_member
-    assert lowered(3, 4, members=1) is rnn.lstm_stacked
 
 
 MODULES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
@@ -221,37 +211,6 @@ def test_values_that_are_not_finite_give_the_gradients_of_torch(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gates_far_from_zero_and_close_to_it(dtype: torch.dtype) -> None:
-    """One unit, one step: sums that a kernel must not overflow at, and that it must not round to 0."""
-    far = torch.tensor([1e-6, 0.5, 1, 9, 20, 88, 104, 1e30, math.inf])
-    sums = torch.cat([far, -far, torch.tensor([0, math.nan])])
-    x = sums.to(dtype).view(1, -1, 1)
-    models = [nn.LSTM(1, 1, bias=False).to(dtype) for _ in range(2)]
-    with torch.no_grad():
-        for model in models:
-            model.weight_ih_l0.fill_(1.0)
-    y, (h, c) = hf.fuse(models, verify=False)(x)
-    want, (_, cell) = models[0](x)
-    torch.testing.assert_close(y[0], want, equal_nan=True)
-    torch.testing.assert_close(c[1], cell, equal_nan=True, rtol=1e-5 if dtype is torch.float32 else 1e-9, atol=1e-9)
-    torch.testing.assert_close(h[0], y[0], equal_nan=True)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_threads_share_the_rows() -> None:
-    fused = hf.fuse([nn.LSTM(8, 64) for _ in range(4)])
-    x = torch.randn(3, 64, 8)
-    single_threaded = fused(x)[0]
-    try:
-        torch.set_num_threads(3)
-        other = fused(x)[0]
-    finally:
-        torch.set_num_threads(1)
-    torch.testing.assert_close(single_threaded, other, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_gives_what_torch_gives(dtype: torch.dtype, inside: bool) -> None:
     """Also where backward runs under it."""
@@ -295,13 +254,3 @@ def test_a_step_with_a_loss_of_all_outputs_is_compiled(autocast: bool) -> None:
         return step_losses
 
     torch.testing.assert_close(losses(True), losses(False), **({"rtol": 1e-3, "atol": 1e-3} if autocast else {}))
-
-
-@pytest.mark.parametrize("projected", [0, 2])
-def test_a_capture_knows_the_shapes_of_the_last_states(projected: int) -> None:
-    """torch 2.11 traces them with a dim too many."""
-    lstm, x = nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=projected), torch.randn(5, 2, 3)
-    y, states = lstm(x)
-    (output,) = capture(lstm, (x,), {}, varying=False).graph.find_nodes(op="output")
-    shapes = [node.meta["val"].shape for node in output.args[0]]
-    assert shapes == [part.shape for part in (y, *states)]

@@ -73,15 +73,6 @@ def test_equals_torch_member_by_member(kind: str, name: str, stacked: bool) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_step(kind: str) -> None:
-    settings = options("both directions")
-    x, states, weights = operands(kind, settings, True, steps=1)
-    actual = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **settings)
-    expected = run_per_member(kind, MEMBERS, x, states, weights, settings)
-    torch.testing.assert_close(gradients(actual, weights), gradients(expected, weights), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_operators_are_as_they_are_described(kind: str) -> None:
     """Their schemas, shapes for tracers, and outputs that are no views."""
     sums, w_hidden = draw(STEPS, MEMBERS, SAMPLES, KINDS[kind] * SIZE), draw(MEMBERS, KINDS[kind] * SIZE, SIZE)
@@ -104,16 +95,6 @@ def test_second_derivatives_are_refused() -> None:
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives of recurrent layers"):
         first.sum().backward()
-
-
-def test_members_drop_between_layers_by_their_own_draws() -> None:
-    settings = {**options("layers"), "dropout": 0.5}
-    x, states, weights = operands("lstm", settings, False)
-    equal = [weight[:1].expand_as(weight) for weight in weights]
-    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **settings)
-    assert not torch.equal(y[0], y[1])
-    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **{**settings, "train": False})
-    assert torch.allclose(y[0], y[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

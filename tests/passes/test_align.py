@@ -11,7 +11,7 @@ from torch import fx
 
 from hfusion.core.errors import FusionError
 from hfusion.ops.rule import MemberScalars
-from hfusion.passes.align import align, plain, scalars, select
+from hfusion.passes.align import align, plain
 
 aten = torch.ops.aten
 
@@ -40,26 +40,10 @@ def test_a_default_that_one_graph_leaves_out_counts() -> None:
     assert node.meta["arguments"][1]["alpha"] == MemberScalars((1, 2))
 
 
-def test_equal_scalars_stay() -> None:
-    merged = align([graph(aten.add.Tensor, alpha=2), graph(aten.add.Tensor, alpha=2)], [0, 1])
-    (node,) = [n for n in merged.nodes if n.op == "call_function"]
-    assert node.meta["arguments"][1]["alpha"] == 2
-
-
 @pytest.mark.parametrize("values", [(1, 1.0), (1, True), (0.0, -0.0)], ids=str)
 def test_numbers_that_only_compare_equal_stay_each_members_own(values: tuple[Any, ...]) -> None:
     assert plain(MemberScalars(values)) == MemberScalars(values)
     assert repr(plain(MemberScalars((values[1], values[1])))) == repr(values[1])
-
-
-def test_a_member_of_an_aligned_graph_is_its_own_again() -> None:
-    graphs = [graph(aten.add.Tensor, alpha=1), graph(aten.add.Tensor, alpha=2)]
-    merged = align(graphs, [0, 1, 0])
-    assert scalars(merged) == [(1, 2, 1)]
-    x, y = torch.rand(3), torch.rand(3)
-    for member, alpha in enumerate((1, 2, 1)):
-        alone = fx.GraphModule(torch.nn.Module(), select(merged, member))
-        torch.testing.assert_close(alone(x, y), (torch.add(x, y, alpha=alpha),), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

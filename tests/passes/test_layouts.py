@@ -13,16 +13,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import fx
 
-import hfusion as hf
-from hfusion.bench.models import cnn
 from hfusion.core.errors import FusionError
-from hfusion.core.layout import COPYING, Conversion, Layout
-from hfusion.core.program import Program
+from hfusion.core.layout import Conversion, Layout
 from hfusion.ops import RULES
-from hfusion.ops.conv import channels_last, product, side_by_side
-from hfusion.ops.norm import batch_norm_stacked
+from hfusion.ops.conv import channels_last
 from hfusion.ops.rule import Call, RuleTable, Site, Value, values
 from hfusion.passes.candidates import Result, candidates, conversion, operands, reached, result
 from hfusion.passes.cost.price import Model
@@ -162,66 +158,3 @@ def test_the_choice_lists_the_rejected_lowerings() -> None:
     (choice,) = choose(graph, [Layout.STACKED] * 3, MEMBERS, RULES, Model.of(graph, MEMBERS)).values()
     assert choice.index == 0
     assert [lowering.fn for lowering, _ in choice.lost] == [channels_last]
-
-
-def network(channels: int, size: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    for before in (3, channels, channels):
-        layers += [nn.Conv2d(before, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()]
-    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(channels * (size // 2) ** 2, 10))
-
-
-def program_of(models: list[nn.Module], x: Any) -> Program:
-    fused = hf.fuse(models, verify=False)
-    fused(x)
-    return fused.report().parts[0].program
-
-
-def functions(program: Program, name: str) -> list[Any]:
-    nodes = [node for node in program.module.graph.nodes if "choice" in node.meta]
-    return [node.target for node in nodes if str(node.meta["origin"].target).startswith(f"aten.{name}")]
-
-
-def copies_before_flatten(program: Program) -> int:
-    nodes = list(program.module.graph.nodes)
-    flatten = next(
-        k for k, node in enumerate(nodes) if "flatten" in str(getattr(node.meta.get("origin"), "target", ""))
-    )
-    return sum(bool(node.meta.get("transition")) and node.target in COPYING for node in nodes[:flatten])
-
-
-@pytest.mark.parametrize("stacked", [False, True], ids=["one input", "an input each"])
-@pytest.mark.parametrize(("size", "function"), [(8, side_by_side), (32, channels_last)])
-def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, function: Any, stacked: bool) -> None:
-    x = torch.randn(16, 3, size, size)
-    inputs = hf.stacked(torch.stack([x] * 4)) if stacked else x
-    program = program_of([network(16, size) for _ in range(4)], inputs)
-    assert functions(program, "conv2d")[1:] == [function] * 2
-    assert copies_before_flatten(program) == (stacked and function is side_by_side)
-    assert str(program).endswith(f"{program.copies} copies between layouts")
-
-
-@pytest.mark.parametrize("members", [4, 16])
-def test_the_cnn_of_the_benchmark_has_one_copy(members: int) -> None:
-    program = program_of([cnn() for _ in range(members)], torch.randn(32, 1, 28, 28))
-    assert program.copies == 1
-
-
-def shrinking() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(16), nn.Conv2d(8, 16, 3, padding=1), nn.Flatten())
-
-
-def test_small_images_leave_the_loop_of_large_ones() -> None:
-    program = program_of([shrinking() for _ in range(3)], torch.randn(16, 3, 64, 64))
-    assert functions(program, "conv2d") == [channels_last, side_by_side]
-
-
-def points() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 1))
-
-
-def test_a_product_follows_a_product() -> None:
-    program = program_of([points() for _ in range(3)], torch.randn(4, 3, 64))
-    assert functions(program, "conv1d") == [product] * 2
-    assert functions(program, "batch_norm") == [batch_norm_stacked]
-    assert program.copies == 0

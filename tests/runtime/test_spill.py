@@ -26,24 +26,6 @@ def test_the_folder_is_there_from_the_first_file_to_the_end(tmp_path: Path, exis
     folder.close()
 
 
-def test_a_folder_without_files_is_never_made(tmp_path: Path) -> None:
-    SpillFolder(tmp_path / "spill").close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_runs_share_a_disk(tmp_path: Path) -> None:
-    parent = tmp_path / "spill"
-    first, second = SpillFolder(parent), SpillFolder(parent)
-    (first_file, second_file) = (folder.file("0-0") for folder in (first, second))
-    for file in (first_file, second_file):
-        file.write_bytes(b"x")
-    assert first_file.parent != second_file.parent
-    first.close()
-    assert second_file.exists()
-    second.close()
-    assert not list(parent.glob("*"))
-
-
 def test_a_parent_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
     parent = tmp_path / "spill"
     folder = SpillFolder(parent)
@@ -61,13 +43,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, location: str) -> None:
         folder.file("0-0")
     folder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_removed_folder_can_be_closed(tmp_path: Path) -> None:
-    parent = tmp_path / "spill"
-    folder = SpillFolder(parent)
-    path = folder.file("0-0").parent
-    path.rmdir()
-    parent.rmdir()
-    folder.close()
-    assert not list(tmp_path.iterdir())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from time import perf_counter, sleep
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.device.device_queues import HostQueue
 from hfusion.runtime import worker
-from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.training import Training
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Candidate, Order, Policy, State
@@ -113,25 +110,6 @@ def test_tasks_on_two_devices_run_at_the_same_time() -> None:
     assert_same(arrays, tasks, expected, on, planned(tasks, on, [2, 3], [True, False]))
 
 
-def test_copies_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than units, by random times: no unit reads a tensor before it is copied, or frees one that is read."""
-    draw = random.Random(0)
-
-    def slow(moves: Iterable[Move]) -> None:
-        for move in moves:
-            sleep(draw.random() * 2e-3)
-            copy_now([move])
-
-    monkeypatch.setattr(worker, "copy_now", slow)
-    arrays, expected = zip(*(fused_and_expected(index) for index in range(4)), strict=True)
-    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
-    for devices, spare in ((1, 300), (2, 50_000)):
-        on = machine(devices)
-        plan = planned(tasks, on, [5, 4, 3, 2], [False, False, False, True], [False, False, True, False])
-        budgets = {name: size + spare for name, size in plan.devices.items()}
-        assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets))
-
-
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
 def test_gradients_that_were_there_before_play_no_part(resident: bool) -> None:
     array, expected = fused_and_expected(0)
@@ -172,31 +150,6 @@ def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_
             array.load_state_dict(state)
 
 
-@pytest.mark.parametrize("copies", [0.0, 2e-3], ids=["fast copies", "slow copies"])
-@pytest.mark.parametrize(
-    ("counts", "resident", "keeps_last"),
-    [([3], [True], [False]), ([3], [False], [False]), ([5, 4], [False, False], [False, True])],
-    ids=["resident", "spilled", "in turns"],
-)
-def test_a_run_is_foretold_by_its_own_seconds(
-    counts: list[int], resident: list[bool], keeps_last: list[bool], copies: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that passes is some action's time: what threads take to go on, and what is settled between units, too."""
-
-    def slow(moves: Iterable[Move]) -> None:
-        sleep(copies)
-        copy_now(moves)
-
-    monkeypatch.setattr(worker, "copy_now", slow)
-    arrays, expected = zip(*(fused_and_expected(index) for index in range(len(counts))), strict=True)
-    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
-    on = machine()
-    report = assert_same(arrays, tasks, expected, on, planned(tasks, on, counts, resident, keeps_last))
-    report.timeline.validate(report.plan)
-    foretold = hf.simulate(report.plan, measured=report.timeline)
-    assert foretold.makespan == pytest.approx(report.timeline.makespan, rel=0.1)
-
-
 def test_the_timeline_begins_with_the_run() -> None:
     array, expected = fused_and_expected(0)
     trained_task, on = task(array, WAYS[0], LOADER), machine()
@@ -229,19 +182,6 @@ def test_nothing_begins_before_what_the_engine_has_heard_of() -> None:
         ticket = device_worker.begin(0, 0, plan.unit(0), plan.actions_of(plan.unit(0)).computes[0], ())
         assert device_worker.wait() == (ticket,)
     assert ticket.started == 2.0
-
-
-def test_the_plan_of_a_report_is_the_one_that_ran() -> None:
-    """A plan may lack what only the parts of the programs show: which shards borrow a tied weight."""
-    array, expected = fused_and_expected(0)
-    on, trained_task = machine(), task(array, WAYS[0], LOADER, "t")
-    plan = planned([trained_task], on, [5], [False])
-    (cut,) = plan.tasks
-    borrowed = [shard.borrows for shard in cut.shards]
-    assert any(borrowed)
-    silent = replace(cut, shards=tuple(replace(shard, borrows=()) for shard in cut.shards))
-    report = assert_same([array], [trained_task], [expected], on, replace(plan, tasks=(silent,)))
-    assert [shard.borrows for shard in report.plan.tasks[0].shards] == borrowed
 
 
 @pytest.mark.parametrize("lane", ["in", "compute", "out"])

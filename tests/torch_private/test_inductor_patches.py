@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,11 +79,3 @@ def test_the_instructions_are_those_of_torch_of_which_no_others_are_tried(monkey
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", str(listed()[-1]))
     with quick_inductor():
         assert cpu_vec_isa.valid_vec_isa_list is listed
-
-
-def test_a_header_that_is_no_file_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch._inductor.codecache import CppWrapperCodeCache
-
-    monkeypatch.setattr("hfusion.torch_private.inductor_patches.HEADER", tmp_path / "program.h")
-    with quick_inductor():
-        assert CppWrapperCodeCache._get_uncompiled_header("cpu") == "torch/csrc/inductor/cpp_wrapper/cpu.h"

@@ -65,13 +65,6 @@ def test_whatever_the_order_nothing_is_left() -> None:
     assert "print" not in vars(importlib.import_module("torch.export._trace"))
 
 
-def test_an_interrupt_inside() -> None:
-    before = list(warnings.filters)
-    with pytest.raises(KeyboardInterrupt), silence_tracers():
-        raise KeyboardInterrupt
-    assert list(warnings.filters) == before
-
-
 def test_warnings_are_noted_of_one_thread_and_kind() -> None:
     before = list(warnings.filters)
     with warnings.catch_warnings(record=True) as heard:
@@ -85,20 +78,6 @@ def test_warnings_are_noted_of_one_thread_and_kind() -> None:
     assert texts == ["one", "one", "two"]
     assert [str(warning.message) for warning in heard] == ["old", "elsewhere"]
     assert list(warnings.filters) == before
-
-
-def test_a_warning_that_was_shown_before_is_noted() -> None:
-    def speak() -> None:
-        warnings.warn("again", stacklevel=1)
-
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("default")
-        speak()
-        with noted(UserWarning) as texts:
-            speak()
-        speak()
-    assert texts == ["again"]
-    assert len(heard) == 2
 
 
 def test_a_capture_starts_no_thread_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,15 +90,3 @@ def test_hooks_see_a_step_alone(imported: bool, monkeypatch: pytest.MonkeyPatch)
 
     trained(torch.optim.SGD, step)
     assert events == ["registered", *["before", "after"] * 3]
-
-
-@pytest.mark.parametrize("scheduled", [True, False])
-def test_a_replaced_step_is_called(scheduled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_hooks, "is_dynamo_imported", lambda: False)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    if scheduled:
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    called: list[bool] = []
-    monkeypatch.setattr(optimizer, "step", lambda: called.append(True))
-    optimizer_hooks.step_alone(optimizer)
-    assert called == [True]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.device.cache import cache_folder, write, write_json
-from hfusion.passes.cost import times
+from hfusion.device.cache import cache_folder
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +46,6 @@ X = torch.randn(2, 2, 6, 6, dtype=torch.float64)
 def kept() -> Path:
     (path,) = cache_folder().iterdir()
     return path
-
-
-def functions(fused: hf.FusedModule, operator: str) -> set[str]:
-    return {row.lowering.fn.__name__ for row in fused.report().parts[0].rows if row.operator == operator}
 
 
 def equals_alone(fused: hf.FusedModule, alone: list[nn.Module]) -> None:
@@ -95,28 +88,6 @@ def test_measured_times_are_kept_and_reported() -> None:
             assert row.lowering not in row.cost.lost or row.operator == "conv2d.default"
 
 
-@pytest.mark.parametrize("function", ["side_by_side", "channels_last", "product"])
-def test_later_processes_choose_by_the_times_that_were_kept(function: str) -> None:
-    alone = models()
-    hf.fuse(alone, tune=True)(X)
-    content = json.loads(kept().read_text())
-    for key in content["seconds"]:
-        if key.startswith("aten.conv2d.default"):
-            content["seconds"][key] = 1e-9 if function in key else 1.0
-    kept().write_text(json.dumps(content))
-    fused = hf.fuse(alone, tune=True)
-    equals_alone(fused, alone)
-    assert function in functions(fused, "conv2d.default")
-    assert json.loads(kept().read_text()).keys() == {"machine", "seconds"}
-
-
-def test_build_tunes_and_a_copy_stays_tuned() -> None:
-    fused = hf.build(Net, seeds=[0, 1], tune=True)
-    twin = copy.deepcopy(fused)
-    twin(X.float())
-    assert "measured" in str(twin.report())
-
-
 @pytest.mark.parametrize("damage", ["", "[]", '{"machine": {}}', "null", '{"machine": {}, "seconds": {"a": "b"}}'])
 def test_a_broken_cache_is_reported_and_replaced(damage: str) -> None:
     hf.fuse(models(), tune=True)(X)
@@ -126,51 +97,3 @@ def test_a_broken_cache_is_reported_and_replaced(damage: str) -> None:
         fused(X)
     assert "measured" in str(fused.report())
     hf.fuse(models(), tune=True)(X)
-
-
-def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    fused = hf.fuse(models(), tune=True)
-    with pytest.warns(UserWarning, match=r"no cache folder can be used.*XDG_CACHE_HOME"):
-        fused(X)
-    assert "measured" in str(fused.report())
-
-
-@pytest.mark.parametrize("attack", [os.mkfifo, os.mkdir])
-def test_a_cache_that_cannot_be_read_is_reported(attack: Callable[[Path], None]) -> None:
-    hf.fuse(models(), tune=True)(X)
-    path = kept()
-    path.unlink()
-    attack(path)
-    fused = hf.fuse(models(), tune=True)
-    with pytest.warns(UserWarning, match="cannot be read: it is no regular file"):
-        fused(X)
-    assert "measured" in str(fused.report())
-
-
-ABSURD = ["NaN", "Infinity", "1e999", "-1", "0", '"1e-3"', "true", "null", "1e300", "1" + 400 * "0", 9000 * "["]
-
-
-@pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:9])
-def test_absurd_times_are_not_believed(value: str, tmp_path: Path) -> None:
-    path = tmp_path / "hfusion" / "times.json"
-    write_json(path, {"machine": {}, "seconds": {"a": 1e-3}})
-    assert times._read(path, {}) == ({"a": 1e-3}, "")
-    write(path, f'{{"machine": {{}}, "seconds": {{"a": {value}}}}}'.encode())
-    assert times._read(path, {}) == ({}, "are no valid JSON of them")
-
-
-def test_nothing_is_measured_unasked() -> None:
-    fused = hf.fuse(models())
-    fused(X)
-    assert "measured" not in str(fused.report())
-    assert not list(cache_folder().iterdir())
-
-
-def test_a_first_call_without_gradients_is_tuned() -> None:
-    fused = hf.fuse(models(), tune=True)
-    fused.eval()
-    with torch.inference_mode():
-        fused(X)
-    assert "measured" in str(fused.report())

@@ -12,8 +12,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hfusion.passes.inductor.sink_transposes import sink_transposes
 
-aten = torch.ops.aten
-
 
 def traced(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
     module: fx.GraphModule = make_fx(function, tracing_mode="fake")(*args)

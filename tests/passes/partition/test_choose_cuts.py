@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
-from hfusion.passes.partition.cut_shards import _MAX_PLACES, Partition, _between, _seconds, choose_cuts, cut, tightest
+from hfusion.passes.partition.cut_shards import Partition, _between, _seconds, choose_cuts, cut
 from hfusion.passes.partition.segments import Segments
 from hfusion.schedule.plan import Shard, TaskPlan
 from tests.lines import lines
 
 RATES = Rates(flops=1.0, memory=9.0, load=2.0, evict=3.0, read=1.0, write=1.0, calls=1000.0)
-HUGE = 2**50
 
 
 def shards(segments: Segments, cuts: Sequence[int]) -> tuple[Shard, ...]:
@@ -72,44 +71,6 @@ def layers(count: int, weight: int, compute: float) -> Segments:
     steps = tuple(OperatorCost(f"s{k}", compute, 2 * compute) for k in range(count))
     values = tuple(Storage(1, k, k + 1) for k in range(count - 1))
     return Segments(Line(steps, values, tuple(Weight(weight, (k,)) for k in range(count))), 2)
-
-
-def test_slow_computing_leaves_room_for_the_next_shard() -> None:
-    """A layer takes 404 bytes at most while it runs, and 302 while it waits: two layers fit, and one beside another."""
-    partition = chosen(layers(4, 100, 1e3), 706, keep=False)
-    assert partition == Partition((1, 2, 3), False)
-
-
-def test_slow_copies_lead_to_few_shards() -> None:
-    """Values at the cuts are as large as weights."""
-    steps = tuple(OperatorCost(f"s{k}", 1.0, 2.0) for k in range(4))
-    values = tuple(Storage(100, k, k + 1) for k in range(3))
-    segments = Segments(Line(steps, values, tuple(Weight(100, (k,)) for k in range(4))), 2)
-    partition = chosen(segments, 1100, keep=False)
-    assert partition is not None
-    assert len(partition.cuts) < 3
-
-
-def test_the_last_layers_are_kept_if_there_is_room() -> None:
-    """Copies take most of the time."""
-    partition = chosen(layers(8, 100, 1.0), 706 + 3 * 300)
-    assert partition is not None
-    assert partition.keeps_last
-    assert partition.cuts[-1] <= 5
-
-
-def test_of_many_places_those_with_few_bytes_are_tried() -> None:
-    """Of each two neighbouring places the second one is good."""
-    count = 2 * _MAX_PLACES
-    steps = tuple(OperatorCost(f"s{k}", 1e3, 2e3) for k in range(count))
-    values = [Storage(1, k, k + 1) for k in range(count - 1)] + [Storage(9, k, k + 1) for k in range(0, count, 2)]
-    segments = Segments(Line(steps, tuple(values), tuple(Weight(100, (k,)) for k in range(count))), 2)
-    partition = chosen(segments, 20_000)
-    assert partition is not None
-    assert {segments.alive[index] for index in partition.cuts} == {min(segments.alive[1:-1])}
-    tight = chosen(segments, tightest(segments)[0])
-    assert tight is not None
-    assert len(tight.cuts) > _MAX_PLACES
 
 
 def test_nothing_fits() -> None:

@@ -107,45 +107,6 @@ def test_views_of_weights_are_recomputed_in_each_part() -> None:
             assert {slot.name for slot in part.keys} <= {"weight"}
 
 
-class Two(nn.Module):
-    """Two inputs, of which the graph uses the second first; a result that is an input."""
-
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return b.sin() + a, b
-
-
-def test_inputs_keep_their_names_and_their_order() -> None:
-    array = hf.fuse([Two(), Two()])
-    expected = array(X, X + 1)
-    (part,) = array.report().parts
-    assert input_names(part.program) == ("a", "b")
-    total = len(operators(part.program))
-    parts = split(part.program, range(1, total + 1))
-    outputs, _ = run(array, part.program, parts, X, X + 1)
-    assert len(outputs) == len(expected)
-    for actual, expected_tensor in zip(outputs, expected, strict=True):
-        assert torch.equal(actual.expand_as(expected_tensor), expected_tensor)
-
-
-class Cast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.linear(x).float().sin()
-
-
-def test_autocast_inside_of_forward_is_not_cut() -> None:
-    array = hf.fuse([Cast(), Cast()], verify=False)
-    program = program_of(array, X.float())
-    total = len(operators(program))
-    assert len(split(program, [total])) == 1
-    with pytest.raises(PlanError, match=r"autocast on or off inside, where it cannot be cut; give a device the memory"):
-        split(program, [1, total])
-
-
 @pytest.mark.parametrize("missing", [-1, 1])
 def test_shards_of_another_program(missing: int) -> None:
     program = program_of(knotted(), X)
