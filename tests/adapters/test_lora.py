@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,27 +159,6 @@ def test_members_join_leave_and_are_copied() -> None:
     assert_same(stopped.plain(), pop.models[1].plain())  # type: ignore[union-attr]
 
 
-def test_dropout_of_some() -> None:
-    config = lora_config(**QV)
-    run = Run.of(LLAMA, 2)
-    adapters = hf.lora(llama(), config, [{"lora_dropout": 0.5}, {}], seeds=[1, 2])
-    pop = population(LLAMA, adapters, run)
-    for inputs, target in run.data:
-        pop.step(hf.stacked(inputs), hf.stacked(target))
-    assert_same(pop.models[1].plain(), alone(LLAMA, config, 2, run, 1))  # type: ignore[union-attr]
-    dropped: Any = pop.models[0]
-    assert dropped.plain().peft_config["default"].lora_dropout == 0.5
-
-
-def test_an_array_of_adapters_is_copied_and_pickled() -> None:
-    adapters = hf.lora(llama(), lora_config(**QV), [{"r": 2}, {"r": 3}])
-    fused, ids = hf.fuse(adapters), torch.randint(40, (2, 5))
-    expected = fused(ids).logits
-    for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert torch.equal(again(ids).logits, expected)
-        assert_same(again[1].plain(), adapters[1].plain())
-
-
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, 2, "computes the start of an adapter from the weights of the base"),
     "tokens": ({"trainable_token_indices": [1]}, 2, "trainable_token_indices"),
@@ -293,23 +270,3 @@ class OnlyRead(nn.Module):
 )
 def test_buffers_that_a_base_writes_to_are_a_members_own(base: Callable[[], nn.Module], written: set[str]) -> None:
     assert may_be_written(base()) == written
-
-
-def test_a_base_in_host_memory_gives_the_same_bits() -> None:
-    ids = LLAMA.data(1)[0][0]
-
-    def task() -> hf.Task:
-        adapters = hf.lora(llama(), lora_config(**QV), [{"r": 2}, {"r": 4}], seeds=[1, 2])
-        rates = [0.01, 0.02]
-        loader = [(ids, ids)] * 3
-        return hf.Task(list(adapters), LLAMA.loss, lambda params: hf.optim.AdamW(params, lr=rates), loader, name="t")
-
-    resident = hf.train([task()], hf.Machine([hf.Device("cpu", memory="1GiB")]))
-    half = hf.Machine([hf.Device("cpu", memory=int(0.6 * max(resident.peak.values())))])
-    spilled = hf.train([task()], half)
-    assert torch.equal(resident["t"].losses, spilled["t"].losses)
-    for model, reference in zip(spilled["t"].models, resident["t"].models, strict=True):
-        actual: Any = model
-        expected: Any = reference
-        for parameter, other in zip(actual.plain().parameters(), expected.plain().parameters(), strict=True):
-            assert torch.equal(parameter, other)

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import sys
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.capture.export import capture, symbolic_len
-from hfusion.capture.observe import observe
-from hfusion.compiler.arguments import Arguments
+from hfusion.capture.export import capture
 from hfusion.core.program import Capture
-from hfusion.torch_private.export_state import exporting
 from tests.alone import assert_alone, normal
-from tests.forwards import writes
-from tests.forwards.state import Cell
-from tests.forwards.table import branch, buffer, exports, linear, module, square
+from tests.forwards.table import branch, exports, linear, module, square
 
 SCALE = 2.0
 SETTINGS: dict[str, Any] = {"power": 1}
@@ -182,118 +173,3 @@ def _added(self: Any, x: Tensor) -> Tensor:
     for row in self.rows:
         x = x + row(x)
     return x
-
-
-INSIDE, GO = threading.Event(), threading.Event()
-
-
-class Waiting(nn.Linear):
-    """Waits where it is exported until it may go on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
-            INSIDE.set()
-            assert GO.wait(60)
-        return super().forward(x)
-
-
-def test_other_threads_see_no_export() -> None:
-    """Torch's flags for an export belong to the whole process."""
-    models = [module(lambda self, x: branch(self.fc(x)), fc=linear)() for _ in range(2)]
-    array, x = hf.fuse(models), normal(5, 4)
-    expected = torch.stack([model(x) for model in models])
-    assert torch.equal(array(x), expected)
-    waiting = hf.fuse([Waiting(4, 3).double() for _ in range(2)])
-    with ThreadPoolExecutor(1) as other:
-        captured = other.submit(waiting, x)
-        try:
-            assert INSIDE.wait(60)
-            assert not torch.compiler.is_exporting()
-            assert not torch.compiler.is_compiling()
-            assert not exporting()
-            assert torch.equal(array(x), expected)
-        finally:
-            GO.set()
-        assert captured.result(60).shape == (2, 5, 3)
-    assert torch.compiler._is_exporting_flag is False
-    assert torch.compiler._is_compiling_flag is False
-
-
-def test_a_trial_run_leaves_no_state_and_addresses_no_memory() -> None:
-    fused = hf.fuse([module(lambda self, x: self.c.tabled(x), c=Cell)() for _ in range(2)])
-    arguments = Arguments.of((normal(3, 4),), {})
-    compiled = fused.compiled(arguments)
-    fused.check(compiled, arguments)
-    assert all(body.table is None for call in compiled.opaque for body in call.bodies)
-    # To look for writes is not to address memory, for which each member would get copies.
-    fused, x = hf.fuse([writes.Convex(writes.PROJECTIONS["clamp"], loops=True) for _ in range(2)]), normal(5, 4)
-    fused(x)
-    assert not any(operation.addresses for operation in fused.compiled(Arguments.of((x,), {})).opaque)
-
-
-def test_python_has_its_own_len_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert (len(x), len([1, 2]), len({})) == (x.shape[0], 2, 0)
-            with pytest.raises(TypeError, match="0-d"):
-                len(x.sum())
-            raise RuntimeError("no forward")
-
-    with symbolic_len(Fails()), pytest.raises(RuntimeError, match="no forward"):
-        Fails()(torch.zeros(2, 3))
-    assert "len" not in globals()
-    custom_len: Any = lambda value: 1  # noqa: E731
-    monkeypatch.setitem(globals(), "len", custom_len)
-    with symbolic_len(Fails()):
-        assert globals()["len"] is custom_len
-
-
-def test_torch_still_asks_the_engine_that_is_replaced() -> None:
-    """Undocumented: what `torch.autograd.grad` calls, and with which arguments."""
-    source = inspect.getsource(torch.autograd.grad)
-    assert "_engine_run_backward(" in source
-    assert "accumulate_grad=False" in source
-
-
-class Settings:
-    rate = 0.5
-
-
-def observed_forward(self: Any, x: Tensor, flag: bool = True) -> tuple[Tensor, int]:
-    self.steps += 1
-    self.seen += 1
-    if x.requires_grad and not flag:
-        x = x * Settings.rate
-    if torch.are_deterministic_algorithms_enabled():
-        x = x + 1
-    self.fc.eval()
-    return self.fc(x) * self.p * SCALE, len(self.sizes)
-
-
-def test_an_observation_as_text() -> None:
-    """What forward may read, what it changes, and what it returns."""
-    kept = {"p": 0.3, "sizes": lambda: [1, 2], "unread": 7, "steps": 0, "seen": buffer(0.0, 1)}
-    observed = observe(module(observed_forward, fc=linear, **kept)(), (normal(4, 4),), {"flag": True})
-    assert_expected_inline(
-        str(observed).replace(__name__, __name__.rpartition(".")[2]),
-        """\
-one run of Part in train mode
-inputs
-  f64[4,4]
-  True
-reads
-  Settings.rate
-  test_captures.SCALE
-writes
-  seen
-  steps
-  fc.training
-outputs
-  f64[4,4]
-  2
-gradients
-  fc.weight
-  fc.bias""",
-    )
-    without = observe(module(lambda self, x: x * self.fc.weight.detach(), fc=linear)(), (normal(4, 4),), {})
-    assert str(without).endswith("gradients\n  none")

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from tests.alone import normal
-from tests.forwards.table import square
 
 
 @dataclass
@@ -132,27 +131,6 @@ def test_losses_read_their_attributes(name: str, compile: bool) -> None:
         losses = step(x, target)
     torch.testing.assert_close(losses, alone(copies, x, target, 3), rtol=1e-9, atol=0)
     assert compile == all(row.how != "eager" for row in step.report().rows)
-
-
-class Squared(nn.Module):
-    """Takes and gives a dataclass, and cannot be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.square = square()
-
-    def forward(self, inputs: Plain) -> Plain:
-        return Plain(self.square(inputs.sample) * (1 if inputs.sample.sum() < 1e9 else 2), inputs.extra)
-
-
-def test_a_looped_submodule_takes_and_gives_them() -> None:
-    models: list[nn.Module] = [Net(lambda y: Plain(y, (y * 2,)), Squared()) for _ in range(2)]
-    x, target = normal(5, 4), normal(5, 3)
-    fused = hf.fuse(models)
-    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=False)
-    copies = copy.deepcopy(models)
-    torch.testing.assert_close(step(x, target), alone(copies, x, target, 1), rtol=1e-9, atol=0)
-    assert "loop over members, leaf: " in str(fused.report())
 
 
 @pytest.mark.parametrize("output", [Counting, Around])

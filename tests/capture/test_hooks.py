@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -89,33 +88,6 @@ def test_hooked_members_train_as_alone(name: str, layer: str) -> None:
     compare_training(members, torch.randn(5, 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["unstructured", "old weight norm", "old spectral norm"])
-def test_a_model_that_is_hooked_itself(name: str) -> None:
-    torch.manual_seed(0)
-    compare_training([HOOKED[name](nn.Linear(4, 4)).double() for _ in range(2)], torch.randn(5, 4).double())
-
-
-def test_masks_are_fused_not_looped() -> None:
-    array = hf.fuse([prune.l1_unstructured(nn.Linear(4, 4), "weight", k + 1) for k in range(MEMBERS)])
-    array(torch.ones(2, 4))
-    assert "loop" not in str(array.report())
-    assert array.weight_mask.sum((1, 2)).tolist() == [15, 14, 13]
-
-
-def test_pruning_goes_on_with_a_member_and_is_made_permanent() -> None:
-    array = hf.fuse([prune.l1_unstructured(nn.Linear(4, 4), "weight", 4) for _ in range(2)])
-    x = torch.randn(3, 4)
-    other, member = array(x)[1], array.unfuse()[0]
-    prune.l1_unstructured(member, "weight", 6)
-    array.put(0, member)
-    torch.testing.assert_close(array(x), torch.stack([member(x), other]))
-    assert array.weight_mask[0].sum() == 6
-    final = array.unfuse()[0]
-    torch.testing.assert_close(copy.deepcopy(final).weight, final.weight_orig * final.weight_mask)
-    prune.remove(final, "weight")
-    torch.testing.assert_close(final(x), member(x))
-
-
 def prepared(kind: str) -> nn.Module:
     from torch.ao import quantization
     from torch.ao.quantization.quantize_fx import prepare_qat_fx
@@ -152,9 +124,3 @@ def test_quantisation_aware_training(kind: str) -> None:
     if kind != "graph":
         quantized = [convert(model.eval()) for model in (array.unfuse()[1], members[1])]
         assert [type(part) for part in quantized[0]] == [type(part) for part in quantized[1]]
-
-
-def test_ranges_that_have_no_size_yet_are_refused() -> None:
-    array = hf.fuse([prepared("fused observers") for _ in range(2)])
-    with pytest.raises(hf.FusionError, match=r"changes shape of .* call each model once before fusing"):
-        array(torch.ones(2, 4))

@@ -99,14 +99,6 @@ def test_a_save_that_goes_while_it_is_read_is_read_as_the_next(tmp_path: Path, m
     assert torch.equal(saved.tensors["x"], torch.full((2,), 3.0))
 
 
-def test_the_save_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:
-    first = save(tmp_path)
-    (first / files.TENSORS).unlink()
-    save(tmp_path, 1)
-    with pytest.raises(hf.CheckpointError, match=r"is missing; another save is .*save-000000000002"):
-        files.read(first)
-
-
 def test_writers_and_a_reader_side_by_side(tmp_path: Path) -> None:
     save(tmp_path)
     failed: list[BaseException] = []

@@ -9,7 +9,6 @@ import torch
 
 import hfusion as hf
 from hfusion.checkpoint import files
-from hfusion.checkpoint.packed import PackedSave
 from hfusion.population.saving import gathered, packed
 from tests.checkpoint.living import OPTIONS, Net
 
@@ -28,12 +27,3 @@ def test_a_packed_population_is_the_saved_one(tmp_path: Path) -> None:
     pop.stop(1)
     again.stop(1)
     assert gathered(again, None, None).body["population"] == gathered(pop, None, None).body["population"]
-
-
-def test_complex_numbers_are_kept() -> None:
-    tensors = {"z": torch.randn(3, 2, dtype=torch.complex128), "x": torch.randn(4, 2).T, "one": torch.tensor(2)}
-    unpacked = PackedSave.of({"a": [1, None]}, tensors, 7).saved()
-    assert (unpacked.body, unpacked.step) == ({"a": [1, None]}, 7)
-    for key, tensor in tensors.items():
-        assert unpacked.tensors[key].dtype == tensor.dtype
-        assert torch.equal(unpacked.tensors[key], tensor)

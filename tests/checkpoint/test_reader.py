@@ -59,28 +59,6 @@ def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
             hf.Population.load(tmp_path, make, **SGD)
 
 
-def test_arrays_on_bases_merge(tmp_path: Path) -> None:
-    """Members are merged with one base each, or on one shared base if the bases are the same."""
-    bases = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
-    pops = [on_a_base(base, 2, tags=[f"{k}.{row}" for row in range(2)]) for k, base in enumerate(bases)]
-    twin = on_a_base(bases[0], 1, tags=["twin"])
-    folders = [tmp_path / name for name in ("0", "1", "twin")]
-    for pop, folder in zip([*pops, twin], folders, strict=True):
-        pop.step(*BATCH)
-        pop.save(folder)
-    merged = hf.Population.load(
-        folders[:2], lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)), **SGD
-    )
-    weight = merged.fused.get_parameter("0.weight")
-    assert [int(torch.equal(row, bases[1].weight)) for row in weight] == [0, 0, 1, 1]
-    base = nn.Linear(4, 4).requires_grad_(False)
-    with pytest.raises(hf.CheckpointError, match=r"0\.weight in .* is not that in"):
-        hf.Population.load(folders[:2], lambda: nn.Sequential(base, nn.Linear(4, 3)), **SGD)
-    three = hf.Population.load([folders[0], folders[2]], lambda: nn.Sequential(base, nn.Linear(4, 3)), **SGD)
-    assert torch.equal(base.weight, bases[0].weight) or torch.equal(three.fused.get_parameter("0.weight"), base.weight)
-    assert three.step(*BATCH).isfinite().all()
-
-
 def test_free_rows_have_no_schedule_to_go_on(tmp_path: Path) -> None:
     """Members have schedules of different kinds, by name; who starts in a free row brings one."""
     makes: dict[str, Any] = {
@@ -143,20 +121,6 @@ def test_invalid_values_are_refused_before_anything_is_written(name: str, tmp_pa
     with pytest.raises(hf.CheckpointError, match=words):
         pop.save(tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_values_come_back_as_they_were(tmp_path: Path) -> None:
-    """Keys with slashes are other keys than nests; a score may be a tensor."""
-    pop = population(2)
-    extra = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a/b~0": torch.full((1,), 2.0)}
-    for score in (torch.tensor(0.5), np.float32(0.75), 1):
-        pop.save(tmp_path, score=score, extra=extra)  # type: ignore[arg-type]
-    loaded = hf.load(tmp_path, pop.fused).extra
-    assert (loaded["a/b"].item(), loaded["a"]["b"].item(), loaded["a/b~0"].item()) == (1.0, 0.0, 2.0)
-    nest: list[Any] = []
-    nest.append(nest)
-    with pytest.raises(hf.CheckpointError, match="extra is nested too deep, or holds itself"):
-        pop.save(tmp_path, extra=nest)
 
 
 def test_the_next_save_raises_the_unread_error_of_the_last_one(tmp_path: Path) -> None:

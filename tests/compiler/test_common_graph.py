@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,88 +46,6 @@ def test_what_differs_is_named_and_its_groups_can_be_fused(name: str) -> None:
         outputs = hf.fuse(members)(X)
         if name != "dropout":
             torch.testing.assert_close(outputs, torch.stack([model(X) for model in members]), rtol=1e-9, atol=1e-12)
-
-
-class Configured(nn.Module):
-    """Its forward depends on one of two attributes that differ, or on a class that is made per model."""
-
-    def __init__(self, config: Any, slope: float, **more: Any) -> None:
-        super().__init__()
-        self.layer, self.drop = nn.Linear(6, 2).double(), nn.LeakyReLU(slope)
-        self.config = config
-        vars(self).update(more)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.drop(self.layer(x))
-        if callable(self.config):
-            return self.config(h)
-        if self.config == "pair":
-            return h, h
-        if self.config == "tuple":
-            return [h, h]
-        return h * self.table if hasattr(self, "table") else h
-
-
-def local_model(act: str) -> nn.Module:
-    class Local(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 2).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return getattr(self.layer(x), act)()
-
-    return Local()
-
-
-class Config:
-    def __init__(self, act: Any) -> None:
-        self.act = act
-
-    def __call__(self, h: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.act(h)
-        return result
-
-
-MODELS: dict[str, tuple[list[nn.Module], str]] = {
-    "of several only what all differ in": (
-        [Configured(act, slope) for act in (torch.tanh, torch.relu) for slope in (0.1, 0.2)],
-        "forward: config is tanh in model 0 and relu in model 2; step",
-    ),
-    "numbers last": (
-        [Configured(torch.tanh, 0.1), Configured(torch.relu, 0.2)],
-        "forward: config is tanh in model 0 and relu in model 1, drop.negative_slope is 0.1 in model 0 and 0.2",
-    ),
-    "an object's": (
-        [Configured(Config(torch.tanh), 0.1), Configured(Config(torch.relu), 0.1)],
-        "forward: config.act is tanh in model 0 and relu in model 1;",
-    ),
-    "what is returned": (
-        [Configured("pair", 0.1), Configured("tuple", 0.1)],
-        r"config is 'pair' .* forward returns TreeSpec\(tuple.* in model 0 and TreeSpec\(list",
-    ),
-    "an attribute that one lacks": (
-        [Configured("", 0.1), Configured("", 0.1, table=torch.ones(2, dtype=torch.float64))],
-        "model 1 has an attribute table that model 0 lacks",
-    ),
-    "a tensor of another shape": (
-        [Configured("", 0.1, table=torch.ones(size, dtype=torch.float64)) for size in (1, 2)],
-        r"the tensor table is \(1,\) torch.float64 on cpu in model 0, \(2,\) torch.float64",
-    ),
-    "a closure": (
-        [local_model("tanh"), local_model("relu")],
-        r"forward of module \(root\) is closed over other values in model 0",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_attribute_that_matters_is_named(name: str) -> None:
-    models, words = MODELS[name]
-    with pytest.raises(ForwardsDiffer, match=words) as raised:
-        hf.fuse(models)(X)
-    for group in raised.value.groups:
-        hf.fuse([models[row] for row in group])(X)
 
 
 def test_a_population_makes_groups_of_them() -> None:

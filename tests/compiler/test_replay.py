@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,12 +88,6 @@ CHECKED: dict[str, Forward] = {
     "a checkpoint between draws": stages,
     "rand with out": lambda self, h: h * torch.rand(4, out=torch.empty(4, dtype=h.dtype)),
 }
-# The program alone has no place for their draws.
-LEFT_OUT: dict[str, Forward] = {
-    "gamma": lambda self, h: torch._standard_gamma(h.exp()),
-    "random_ of a range": lambda self, h: h * torch.empty_like(h).random_(2, 50),
-    "a reentrant checkpoint": lambda self, h: checkpoint(lambda z: self.fc(F.dropout(z)).tanh(), h, use_reentrant=True),
-}
 
 
 def drawing(forwards: dict[str, Forward]) -> tuple[hf.FusedModule, dict[str, Tensor]]:
@@ -114,15 +107,6 @@ def test_members_draw_for_themselves_and_are_checked() -> None:
     for name, y in outputs.items():
         assert not torch.equal(y[0], y[1]), name
         assert not torch.equal(y[0], y[2]), name
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_members_draw_for_themselves_where_no_check_is_possible(name: str) -> None:
-    array, outputs = drawing({name: LEFT_OUT[name]})
-    assert "self-check left out: " in str(array.report())
-    y = outputs[name]
-    assert not torch.equal(y[0], y[1])
-    assert not torch.equal(y[0], y[2])
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -157,37 +141,3 @@ def test_a_forward_that_seeds_runs_member_by_member(forward: Forward) -> None:
     assert "forward does what a graph would lose" in str(array.report())
     if forward is seeded:
         assert torch.equal(outputs["output"][0], outputs["output"][1])
-
-
-@pytest.fixture(params=[1, 3])
-def drawn_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Other threads draw, and one of them seeds, all the time."""
-    over = threading.Event()
-
-    def draw(seeds: bool) -> None:
-        while not over.is_set():
-            torch.rand(3)
-            if seeds:
-                torch.manual_seed(0)
-
-    threads = [threading.Thread(target=draw, args=(k == 1,)) for k in range(request.param)]
-    for thread in threads:
-        thread.start()
-    yield
-    over.set()
-    for thread in threads:
-        thread.join()
-
-
-@pytest.mark.usefixtures("drawn_elsewhere")
-def test_what_other_threads_draw_is_no_seed() -> None:
-    forwards = {name: CHECKED[name] for name in ("dropout", "dropout1d_", "rand_like", "normal_")}
-    array, outputs = drawing(forwards)
-    assert "self-check passed" in str(array.report())
-    assert not torch.equal(outputs["dropout"][0], outputs["dropout"][1])
-
-
-@pytest.mark.usefixtures("drawn_elsewhere")
-def test_a_seed_is_seen_though_other_threads_draw() -> None:
-    array, _ = drawing({"output": seeded})
-    assert "forward does what a graph would lose" in str(array.report())

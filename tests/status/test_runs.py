@@ -12,21 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
-import optuna
 import pytest
 import torch
-import torch.nn.functional as F
 
 import hfusion as hf
 from hfusion.__main__ import main
-from hfusion.checkpoint.files import MANIFEST, saves
 from hfusion.core.event_log import read_events
 from hfusion.core.resuming import resuming
-from hfusion.status.runs import MemberStatus, RunStatus, SaveStatus, read_status
-from hfusion.status.table import headline, print_status
+from hfusion.status.runs import MemberStatus, RunStatus, read_status
 from tests.status.running import sweep, tasks, train
 from tests.tune.cases import MACHINE
 
@@ -117,19 +113,6 @@ def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest
     torch.testing.assert_close(report["lines"].losses, hf.train(tasks(), MACHINE)["lines"].losses, rtol=0, atol=0)
 
 
-def test_a_run_that_ends_while_it_is_watched(tmp_path: Path) -> None:
-    folder, mark = tmp_path / "run", tmp_path / "mark"
-    with waiting("train", folder, mark) as process:
-        assert status(folder).state == "running"
-        mark.unlink()
-        while process.poll() is None:
-            run, member = only(folder)
-            assert run.state in ("running", "finished", "not running")
-            assert member.state in ("training", "finished", "not running")
-        assert process.returncode == 0
-    assert status(folder).state == "finished"
-
-
 def test_stopped_members_and_failed_runs_are_shown(tmp_path: Path) -> None:
     def on_result(result: hf.Step | hf.Evaluation) -> list[int]:
         return [1] if isinstance(result, hf.Step) and (result.epoch, result.step) == (0, 3) else []
@@ -161,51 +144,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert (run.state, member.state) == ("interrupted", "not running")
 
 
-def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-
-    class Pruner(optuna.pruners.BasePruner):
-        def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
-            return trial.number == 1
-
-    def make_model(kind: int) -> torch.nn.Module:
-        if kind:
-            raise ValueError("no such model")
-        return torch.nn.Linear(3, 2)
-
-    def space(trial: optuna.Trial) -> dict[str, object]:
-        return {"lr": trial.suggest_float("lr", 0.01, 0.1), "kind": int(trial.number == 2)}
-
-    result = hf.sweep(
-        make_model,
-        space,
-        F.mse_loss,
-        [(torch.ones(4, 3), torch.ones(4, 2))] * 2,
-        trials=4,
-        epochs=2,
-        sampler=optuna.samplers.RandomSampler(seed=0),
-        pruner=Pruner(),
-        machine=MACHINE,
-        directory=tmp_path,
-        catch=(ValueError,),
-        processes=0,
-    )
-    run = status(tmp_path)
-    assert (run.kind, run.state, run.trials) == ("sweep", "finished", 4)
-    assert run.counts == {"complete": 2, "pruned": 1, "failed": 1}
-    assert [member.state for member in run.members] == ["complete", "pruned", "failed", "complete"]
-    assert run.members[0].value == f"{result.trials[0].value:.6g}"
-    assert (run.members[0].epoch, run.members[0].epochs, run.members[1].epoch) == (2, 2, 1)
-    assert run.members[2].error == "ValueError: no such model"
-    assert events(tmp_path, "trials/0") == ["started", "evaluated", "finished"]
-    assert events(tmp_path, "trials/1") == ["started", "pruned"]
-    array = events(tmp_path, f"arrays/{run.members[0].array}")
-    assert (array[0], array[-1], array.count("trained")) == ("started", "finished", 2)
-    assert main(["status", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "4 of 4 trials: 2 complete, 1 failed, 1 pruned" in shown
-    assert "trial 2: ValueError: no such model" in shown
-
-
 def test_a_sweep_that_is_killed_and_resumed(tmp_path: Path) -> None:
     folder, mark = tmp_path / "run", tmp_path / "mark"
     with waiting("sweep", folder, mark) as process:
@@ -226,38 +164,6 @@ def test_a_sweep_that_is_killed_and_resumed(tmp_path: Path) -> None:
     run = status(tmp_path / "without logs")
     assert (run.kind, run.state, run.counts) == ("sweep", "unknown", {"unknown": 2})
     assert [member.epoch for member in run.members] == [1, 1]
-
-
-def test_damage_is_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path)
-    manifest = saves(tmp_path / "lines")[-1] / MANIFEST
-    manifest.write_bytes(manifest.read_bytes()[:100])
-    log = tmp_path / "logs/arrays/lines.log"
-    log.write_bytes(log.read_bytes()[:-20])
-    run, member = only(tmp_path)
-    assert counts(member)[:3] == ("training", 20, 20) or member.state == "not running"
-    assert member.saved is not None
-    assert member.saved.time is None
-    assert "checksum" in (member.saved.problem or "")
-    assert main(["status", str(tmp_path)]) == 0
-    assert "damaged" in capsys.readouterr().out
-    log.unlink()
-    log.mkdir()
-    assert "its log cannot be read" in (only(tmp_path)[1].error or "")
-    shutil.rmtree(tmp_path / "logs")
-    run, member = only(tmp_path)
-    assert (run.state, member.state, member.done) == ("unknown", "unknown", None)
-    shutil.rmtree(manifest.parent)
-    _, member = only(tmp_path)
-    assert (member.state, member.done, member.total) == ("unknown", 19, None)
-
-
-def test_saves_on_another_node(tmp_path: Path) -> None:
-    """Saves that are written there are not in the folder of the driver."""
-    train(tmp_path)
-    shutil.rmtree(tmp_path / "lines")
-    run, member = only(tmp_path)
-    assert (run.state, member.saved and member.saved.count) == ("finished", 20)
 
 
 def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,20 +195,3 @@ def test_the_folder_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert datetime.fromisoformat(first["saved"]["time"]).tzinfo is not None
     shutil.copytree(tmp_path / "train-1", tmp_path / "train-10")
     assert [run.folder.name for run in read_status(tmp_path)] == ["train-1", "train-2", "train-10"]
-
-
-def test_lines_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    now = datetime(2026, 5, 4, 12, 30, tzinfo=UTC)
-    saved = SaveStatus(4, datetime(2026, 5, 2, 12, 0, tzinfo=UTC))
-    members = tuple(MemberStatus(str(n), "complete" if n else "training", epoch=n, value="0.5") for n in range(30))
-    run = RunStatus(Path("runs/[b]"), "sweep", "not running", saved=saved, trials=40, members=members)
-    shown = headline(run, now)
-    assert shown.startswith("runs/[b]: hf.sweep, not running: last save 2026-05-0")
-    assert shown.endswith(" (2 d ago); 30 of 40 trials: 29 complete, 1 training")
-    print_status([run], now)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == shown
-    assert "... 9 more" in lines[2]
-    assert len(lines) == 2 + 1 + 1 + 20
-    failed = RunStatus(Path("a"), "train", "failed", error="ValueError: no")
-    assert headline(failed, now) == "a: hf.train, failed (ValueError: no): last save none; 0 arrays: none begun"
