@@ -5,26 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import draw
-from hfusion.bench import contact_benchmark, fuse_benchmark, harness, shard_benchmark, short_benchmark
+from hfusion.bench import shard_benchmark
 from hfusion.bench.__main__ import NAMES, main
-from hfusion.bench.cases import CASES, Contender, Running, Workload, classified
-from hfusion.bench.contenders import CONTENDERS, SerialLoop, start_serial, start_vmap
+from hfusion.bench.cases import CASES, classified
+from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.models import mlp
 from hfusion.bench.shard_benchmark import ShardCase, linears, seeded
-from tests.bench.tiny import CPU, workload
 
-SERIAL = Contender("serial", "", start_serial)
 SHARDED = ShardCase(
     "tiny",
     "",
@@ -153,75 +148,3 @@ def test_contact(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "contact", "--quick", "--only", "facts,pytest")
     assert [row["status"] for row in rows] == ["ok", "skipped"]
     assert rows[0]["figures"]["computes"] is True
-
-
-@pytest.mark.parametrize("name", ["hf.train spilled", "train_step mlp-small float32 B=4"])
-def test_checks_of_a_first_contact(name: str) -> None:
-    assert contact_benchmark.checks_of(quick=True)[name][1](CPU)
-
-
-def test_a_check_that_fails_or_takes_too_long() -> None:
-    assert contact_benchmark.run_check("no such check", CPU, True, 60.0)["status"] == "failed"
-    assert contact_benchmark.run_check("facts", CPU, True, 0.01)["status"] == "timeout"
-
-
-def start_wrong(chosen: Workload) -> Running:
-    return Running(SerialLoop(replace(chosen, members=chosen.members + 1), range(1, chosen.members + 1)).step)
-
-
-def step_broken(chosen: Workload) -> Running:
-    def step() -> Tensor:
-        raise RuntimeError("the step is broken")
-
-    return Running(step)
-
-
-@pytest.mark.parametrize(
-    ("start", "reason"),
-    [
-        (start_wrong, "it: member 0 has loss"),
-        (step_broken, "RuntimeError: the step is broken"),
-    ],
-)
-def test_a_contender_without_a_time_has_a_reason(start: Callable[[Workload], Running], reason: str) -> None:
-    chosen = (SERIAL, Contender("it", "", start), Contender("one rate", "", start_vmap, one_rate=True))
-    serial, row, other = fuse_benchmark.compare(workload(), chosen, 1, 1e-6, 1)
-    assert row["reason"].startswith(reason)
-    assert row["disagrees"] == (start is start_wrong)
-    assert "ms" not in row
-    assert serial["ms"] > 0
-    assert other["ms"] > 0
-    assert fuse_benchmark.BENCHMARK.table([serial, row, other]).row_count == 3
-
-
-def test_an_interruption_keeps_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(options: object) -> Iterator[harness.Row]:
-        yield {"contender": "a", "disagrees": True, "reason": "no good"}
-        raise KeyboardInterrupt
-
-    benchmark = harness.Benchmark("it", run, lambda rows: harness.row_table("it", rows, ["contender"], {"ms": str}), {})
-    assert harness.run_command(benchmark, "it", ["--json", str(tmp_path / "x.json")]) == 130
-    shown = capsys.readouterr().out
-    assert "WRONG: no good" in shown
-    assert "interrupted" in shown
-    assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["contender"] == "a"
-
-
-def test_times_are_interleaved_and_ratios_within_rounds() -> None:
-    order: list[str] = []
-    steps = {name: partial(order.append, name) for name in "ab"}
-    times = harness.interleave(steps, 3, 1e-9, CPU)
-    # One call each to calibrate.
-    assert order == ["a", "b"] * 4
-    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
-    # The ratio of the medians would be 4.0 / 2.0.
-    assert harness.speedup([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == 2.0
-    assert harness.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.0 / 3.0)
-
-
-def test_jobs_are_compared_with_the_loop_of_their_round() -> None:
-    job = partial(short_benchmark.JobTime, cpu_seconds=1.0, own_cpu_seconds=1.0)
-    good = {"serial": job(10.0, losses=(1.0,)), "a": job(12.0, losses=(1.0,)), "b": job(4.0, losses=(2.0,)), "c": "no"}
-    rows = [short_benchmark.row_of(name, [good] * 3) for name in "abc"]
-    assert rows[0]["beyond"] == 2.0
-    assert [row["reason"] for row in rows] == ["", "b ends with the losses [2.0], trained alone [1.0]", "no"]
