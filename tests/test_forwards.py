@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.verify import FEW, shortened
 from tests.alone import normal
 from tests.forwards import gradients, numbers, outside, reads, sizes, state, submodules, tools, writes
-from tests.forwards.table import Row, branch, exports, linear, module
-from tests.trained import Way, assert_same, machine, momentum, plain, planned, task
+from tests.forwards.table import Row, exports, module
 
 TABLES = (gradients, writes, submodules, tools, numbers, reads, state, sizes)
 ROWS = [row for table in TABLES for row in table.ROWS]
@@ -99,32 +97,7 @@ def test_a_compiled_step_trains_as_alone(name: str) -> None:
         assert_close(stack, torch.stack([model.state_dict()[key] for model in models]), rtol=1e-9, atol=1e-11)
 
 
-TASKS = ["parameter written: norms bounded", "parameter written: teacher by foreach", "parameter written: in a part"]
 NESTED = ["backward in backward: a part in another", "backward in backward: the whole"]
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", [*TASKS, *NESTED])
-def test_tasks_give_the_bits_of_the_loop(name: str) -> None:
-    array = hf.fuse(replace(BY_NAME[name], members=3).models(), verify=False)
-    loader = [(normal(5, 4), torch.zeros(())) for _ in range(3)]
-
-    def evaluate(_: Callable[..., Tensor]) -> None:
-        array.eval()
-        with torch.no_grad():
-            array(loader[0][0])
-        array.train()
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return output.square().mean() + target
-
-    expected = plain(array, Way(momentum), loader, loss, evaluate)
-    sharded = task(array, Way(momentum), loader, loss=loss, eval_loader=loader[:1])
-    for resident in (True, False):
-        assert_same([array], [sharded], [expected], machine(), planned([sharded], machine(), [1], [resident]))
-    if name in TASKS:
-        with pytest.raises(hf.PlanError, match=r"writes into the parameter .* which shards of it cannot follow"):
-            hf.train([sharded], machine(), plan=planned([sharded], machine(), [3], [False]))
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -222,14 +195,6 @@ ITERATORS: Mapping[str, Callable[[], float]] = {
 def test_an_iterator_outside_is_refused(kind: str) -> None:
     fused = hf.fuse([model_that_uses(ITERATORS[kind]) for _ in range(2)])
     with pytest.raises(hf.FusionError, match="an iterator outside of the model, and so do captures"):
-        fused(normal(3, 4))
-
-
-@pytest.mark.usefixtures("_outside")
-def test_a_large_tensor_outside_is_not_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_state, "MAX_TENSOR_BYTES", 3)
-    fused = hf.fuse([model_that_uses(outside.of_tensor) for _ in range(2)])
-    with pytest.raises(hf.FusionError, match=r"forward writes into TOTAL, a tensor of shape \(\) outside of the model"):
         fused(normal(3, 4))
 
 
@@ -383,29 +348,6 @@ def test_a_loss_over_a_python_loop() -> None:
     assert len(losses.programs) <= 2
 
 
-LOSSES: Mapping[str, Callable[..., Tensor]] = {
-    "len": lambda y, target: (y - target).square().sum() / len(y),
-    "len of a helper": lambda y, target: (y - target).square().sum() / _rows(target),
-    "module": module(lambda self, y, target: (y - target).abs().sum() / len(y))(),
-}
-
-
-def _rows(x: Tensor) -> int:
-    return len(x)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_with_len_stay_fused_at_all_sizes(name: str) -> None:
-    make = module(lambda self, x: self.fc(x.view(len(x), -1)) / len(x), fc=lambda: nn.Linear(6, 2))
-    models = [make() for _ in range(3)]
-    fused = hf.fuse(models)
-    step = hf.train_step(fused, LOSSES[name], hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
-    for count in (8, 5, 3, 4):
-        x, target = normal(count, 2, 3), normal(count, 2)
-        assert_close(step(x, target), torch.stack([LOSSES[name](model(x), target).detach() for model in models]))
-    assert "loop" not in str(fused.report())
-
-
 def test_sizes_met_in_training_are_open_in_evaluation() -> None:
     fused = hf.fuse(BY_NAME["sizes of gru"].models())
     for training, met in ((True, sizes.SIZES[:3]), (False, sizes.SIZES)):
@@ -425,52 +367,6 @@ def test_the_check_takes_few_samples_where_values_name_none() -> None:
             short = shortened(array.compiled(arguments), arguments)
             assert row.name == "samples: fails on few samples" or (short is not None) == few, row.name
             assert short is None or short.leaves[0].shape[0] == min(FEW, made.args[0].shape[0])
-
-
-def test_a_population_takes_members_with_numbers_of_their_own() -> None:
-    numbers_of_members = iter(range(1, 20))
-
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.01 * next(numbers_of_members)), nn.Linear(4, 3))
-
-    population = hf.Population(
-        [model() for _ in range(5)],
-        optimizer=lambda parameters: hf.optim.SGD(parameters, lr=0.1),
-        loss=nn.functional.cross_entropy,
-        compile=False,
-    )
-    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-    population.step(x, y)
-    with exports() as names:
-        for row in (0, 1, 4):
-            population.stop(row)
-            population.start(row, model())
-            population.step(x, y)
-    assert names == []
-
-
-class Remade(nn.Module):
-    """Copied by calling ``__init__``, as einops' layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if self.training else x * 3
-
-    def __setstate__(self, state: Any) -> None:
-        self.__init__()  # type: ignore[misc]
-
-
-def test_copies_have_the_modes_of_the_original() -> None:
-    shaped = module(
-        lambda self, x: self.inner[0](self.fc(branch(x))), fc=linear, inner=lambda: nn.ModuleList([Remade()])
-    )
-    models, x = [shaped() for _ in range(2)], normal(3, 4)
-    fused = hf.fuse(models)
-    for training in (True, False, True):
-        fused.train(training)
-        assert_close(fused(x), torch.stack([model.train(training)(x) for model in models]), rtol=1e-9, atol=1e-12)
-    started = hf.fuse([model.eval() for model in models])
-    assert_close(started(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=1e-12)
-    assert not any(part.training for member in started for part in member.modules())
 
 
 def test_caches_hold_no_tensors_of_a_capture() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
@@ -128,76 +127,6 @@ def test_what_is_logged(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs, torch.stack([model(x) for model in members]))
 
 
-class Alone(lightning.LightningModule):
-    """A member as Lightning trains one model, with a scheduler that watches a logged value."""
-
-    def __init__(self, member: int, make: Any, interval: str, monitor: str) -> None:
-        super().__init__()
-        self.model, self.make, self.rate = make_models()[member], make, RATES[member]
-        self.watching = {"interval": interval, "monitor": monitor}
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.rate, momentum=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.watching}}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.model(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        output = self.model(batch[0])
-        self.log("val_loss", F.cross_entropy(output, batch[1]), batch_size=len(output))
-        self.log("val_accuracy", accuracy(output, batch[1]), batch_size=len(output))
-
-
-def plateau(optimizer: Any, **options: Any) -> ReduceLROnPlateau:
-    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5, **options)
-
-
-def every_plateau(optimizer: Any) -> Any:
-    return hf.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-
-
-def kinds(optimizer: Any) -> Any:
-    return hf.optim.lr_scheduler.PerMember(optimizer, [plateau, lambda o: StepLR(o, 1, gamma=0.5), plateau])
-
-
-@pytest.mark.parametrize(
-    ("make", "interval", "monitor"),
-    [
-        (every_plateau, "epoch", "val_loss"),
-        (kinds, "epoch", "val_loss"),
-        (kinds, "epoch", "val_accuracy"),
-        (every_plateau, "step", "train_loss"),
-        (kinds, "step", "train_loss"),
-        (every_plateau, "epoch", "train_loss"),
-    ],
-)
-def test_a_plateau_watches_the_value_of_each_member(make: Any, interval: Any, monitor: str, tmp_path: Path) -> None:
-    train, judged = DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=5)
-    options = {"metrics": {"accuracy": accuracy}, "scheduler_interval": interval, "monitor": monitor}
-    module = array(scheduler=make, clip_norm=None, tags=["a/1", "b", "c"], **options)
-    trainer(tmp_path, max_epochs=5).fit(module, train, judged)
-    for member, model in enumerate(module.members):
-        step = make is kinds and member == 1
-        single = Alone(member, (lambda o: StepLR(o, 1, gamma=0.5)) if step else plateau, interval, monitor)
-        trainer(tmp_path, max_epochs=5).fit(single, train, judged)
-        rate = single.optimizers().param_groups[0]["lr"]
-        assert module.optimizers().param_groups[0]["lr"][member] == rate
-        assert rate < RATES[member]
-        for actual, expected in zip(model.parameters(), single.model.parameters(), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_a_plateau_without_a_value_says_which_there_are(tmp_path: Path) -> None:
-    loader = DataLoader(data(), batch_size=4)
-    with pytest.raises(ValueError, match=r"monitor='val_loss', which was not logged .* These were: \['train_loss'\]"):
-        trainer(tmp_path).fit(array(scheduler=every_plateau), loader)
-    with pytest.raises(ValueError, match="ReduceLROnPlateau watches one value for all members"):
-        trainer(tmp_path).fit(array(scheduler=plateau), loader)
-
-
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     loader = DataLoader(data(), batch_size=4)
     first, half = array(), trainer(tmp_path, max_epochs=1)
@@ -206,40 +135,6 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     module = array()
     trainer(tmp_path).fit(module, loader, ckpt_path=tmp_path / "half.ckpt")
     assert_alone(module, loader)
-
-
-def test_early_stopping_sees_the_mean(tmp_path: Path) -> None:
-    from lightning.pytorch.callbacks import EarlyStopping
-
-    loader = DataLoader(data(), batch_size=4)
-    stopping = EarlyStopping("val_loss", patience=0, min_delta=1e9)
-    run = trainer(tmp_path, callbacks=[stopping], max_epochs=9)
-    run.fit(array(), loader, loader)
-    assert run.current_epoch == 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "steps"),
-    [
-        ({}, [0, 3, 6]),
-        ({"logging_interval": "step"}, range(9)),
-        ({"log_momentum": True, "log_weight_decay": True}, [0, 3, 6]),
-    ],
-)
-def test_a_monitor_logs_the_rate_of_each_member(asked: dict[str, Any], steps: Any, tmp_path: Path) -> None:
-    from lightning.pytorch.callbacks import LearningRateMonitor
-    from lightning.pytorch.loggers import CSVLogger
-
-    monitor, logger = LearningRateMonitor(**asked), CSVLogger(tmp_path)
-    run = trainer(tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=1)
-    run.fit(array(tags=["a", "b", "c"]), DataLoader(data(), batch_size=4))
-    for name, rate in zip("abc", RATES, strict=True):
-        assert monitor.lrs[f"lr-SGD/{name}"] == [rate * 0.5 ** (step // 3) for step in steps]
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        found = [row for row in csv.DictReader(file) if row["lr-SGD/b"]]
-    assert [int(row["step"]) for row in found] == list(steps)
-    if "log_momentum" in asked:
-        assert {(row["lr-SGD-momentum/c"], row["lr-SGD-weight_decay/c"]) for row in found} == {("0.9", "0.0")}
 
 
 @pytest.mark.parametrize(
@@ -268,21 +163,3 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         trainer(tmp_path).fit(module, DataLoader(data(), batch_size=4))
     with pytest.raises(ValueError, match=r"a batch must be \(inputs, target\), got Tensor"):
         trainer(tmp_path).fit(copy.deepcopy(array()), DataLoader(data().tensors[0], batch_size=4))
-
-
-def test_a_module_is_loaded_with_its_arguments(tmp_path: Path) -> None:
-    module, path = array(), tmp_path / "array.ckpt"
-    fit = trainer(tmp_path)
-    fit.fit(module, DataLoader(data(), batch_size=4))
-    fit.save_checkpoint(path)
-    with pytest.raises(TypeError, match=r"got no models, optimizer\. A checkpoint holds state, not code"):
-        hf.lightning.LightningArray.load_from_checkpoint(path, loss=F.cross_entropy, weights_only=False)
-    again = hf.lightning.LightningArray.load_from_checkpoint(
-        path,
-        weights_only=False,
-        models=make_models(),
-        loss=F.cross_entropy,
-        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
-    )
-    for key, value in module.state_dict().items():
-        assert torch.equal(again.state_dict()[key], value)

@@ -14,7 +14,6 @@ import torch
 
 import hfusion as hf
 from hfusion.__main__ import main
-from hfusion.core.resuming import resume_folder
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -76,29 +75,6 @@ def test_terminated_and_started_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["sweep-1", "sweep-2", "train-1", "train-2"]
     once_more = start(script, "--resume", str(folder), "--", "0")
     assert once_more.communicate()[0] == whole
-
-
-def test_what_is_the_script_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print(sys.argv[1:], sys.path[0]); raise SystemExit(3)")
-    before = list(sys.argv), list(sys.path)
-    with pytest.raises(SystemExit, match="3"):
-        main(["run", str(script), "--fast", "--resume", "runs", "--", "--resume", "mine"])
-    assert capsys.readouterr().out == f"['--fast', '--resume', 'mine'] {tmp_path}\n"
-    assert (sys.argv, sys.path) == before
-    assert resume_folder("sweep") is None
-
-
-def test_an_error_after_sigterm_is_shown_and_ends_as_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As where the workers of a loader, which get the signal too, are gone first."""
-    script = tmp_path / "script.py"
-    lines = ["import contextlib, os, signal", "with contextlib.suppress(BaseException):"]
-    lines += ["    os.kill(os.getpid(), signal.SIGTERM)", "raise RuntimeError('a worker is gone')"]
-    script.write_text("\n".join(lines))
-    assert main(["run", str(script), "--resume", str(tmp_path / "runs")]) == 128 + signal.SIGTERM
-    told = capsys.readouterr().err
-    assert "RuntimeError: a worker is gone" in told
-    assert told.endswith("ended by SIGTERM; the same command goes on\n")
 
 
 UNKNOWN = [["run", "nowhere.py"], ["walk", "x.py"], [], ["env", "--", "x"], ["cache"], ["cache", "clear", "all"]]

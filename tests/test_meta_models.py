@@ -87,21 +87,6 @@ def test_meta_models_are_refused(entry: str, make: Callable[[], nn.Module]) -> N
         ENTRIES[entry](make)
 
 
-def test_a_refused_model_leaves_the_population_unchanged() -> None:
-    members = population(good(), good())
-    with pytest.raises(hf.FusionError, match="meta device"):
-        members.start(None, whole())
-    assert len(members.groups) == 1
-    assert members.step(X, Y).shape == (2,)
-
-
-def test_adapters_of_a_meta_base_are_refused() -> None:
-    peft = pytest.importorskip("peft")
-
-    with pytest.raises(hf.FusionError, match=r"base: 0\.weight is on the meta device .*assign=True"):
-        hf.lora(whole(), peft.LoraConfig(target_modules=["0"]), 2)
-
-
 def test_materialized_models_are_fused() -> None:
     models = [whole() for _ in range(2)]
     for model in models:

@@ -102,17 +102,3 @@ def test_a_timeline_prints_on_one_screen_and_whole_as_text() -> None:
     assert [line for line in lines if line.startswith("...")] == ["... 20 more devices", "... 20 more tasks"]
     assert timeline.summary() == str(timeline)
     assert len(timeline.text().split("\n")) == 3 + len(timeline.actions)
-
-
-def test_what_a_summary_of_a_timeline_says() -> None:
-    plan = Plan((task("a", 2, steps=2, resident=False),), {"d": 4096}, 1e9, 1e9)
-    timeline = simulate(plan)
-    rows = [line.split() for line in str(timeline).split("\n")]
-    assert rows[1] == ["device", "computing", "loading", "evicting", "peak"]
-    assert rows[2][:2] == ["d", f"{timeline.utilisation:.0%}"]
-    assert rows[4][0] == "a"
-
-
-def test_what_runs_member_by_member_is_counted() -> None:
-    assert "member by member 0" in repr(array(lambda: nn.Linear(4, 3)).report())
-    assert "member by member 1" in repr(array(Halved).report())

@@ -17,7 +17,7 @@ from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.model_selection import GridSearchCV, train_test_split
+from sklearn.model_selection import train_test_split
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from hfusion.sklearn import EnsembleClassifier, EnsembleRegressor
@@ -48,18 +48,6 @@ def test_digits() -> None:
     assert model.uncertainty(noise).mean() > 3 * doubt.mean()
 
 
-def test_labels_of_any_kind_and_probabilities() -> None:
-    x, y = _data()
-    model = EnsembleClassifier(**SMALL, random_state=3).fit(x, y)
-    assert set(model.predict(x)) <= {"same", "other"}
-    probabilities = model.predict_proba(x)
-    assert np.allclose(probabilities.sum(1), 1)
-    assert np.allclose(probabilities, model.member_probabilities(x).mean(0))
-    objects = np.array([None, ("a",)], dtype=object)[(y == "same").astype(int)]
-    with pytest.raises((ValueError, TypeError)):
-        EnsembleClassifier(**SMALL).fit(x, objects)
-
-
 def test_a_fit_repeats_and_is_pickled() -> None:
     x, y = _data()
     model = EnsembleClassifier(**SMALL, bootstrap=True, random_state=3).fit(x, y)
@@ -72,77 +60,6 @@ def test_a_fit_repeats_and_is_pickled() -> None:
     before = torch.get_rng_state()
     clone(model).fit(x, y)
     assert torch.equal(before, torch.get_rng_state())
-
-
-class Noisy(nn.Module):
-    """Draws in forward, also in eval mode."""
-
-    def __init__(self, features: int, outputs: int, layer: nn.Module) -> None:
-        super().__init__()
-        self.hidden, self.layer, self.out = nn.Linear(features, 8), layer, nn.Linear(8, outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.layer(self.hidden(x + 0.1 * torch.randn_like(x))))
-
-
-DRAWS = {"dropout": nn.Dropout(0.5), "rrelu": nn.RReLU(), "randn_like": nn.Identity()}
-
-
-@pytest.mark.parametrize("state", [0, None], ids=["int", "None"])
-@pytest.mark.parametrize("kind", [EnsembleClassifier, EnsembleRegressor])
-@pytest.mark.parametrize("layer", DRAWS)
-def test_fits_with_random_modules_repeat_and_keep_the_state_of_torch(layer: str, kind: Any, state: int | None) -> None:
-    x, y = _data()
-    target = y if kind is EnsembleClassifier else x[:, 0]
-    options = {"n_estimators": 2, "max_iter": 2, "early_stopping": True, "compile": False, "random_state": state}
-    results = []
-    for _ in range(2):
-        model = kind(lambda features, outputs: Noisy(features, outputs, DRAWS[layer]), **options)
-        np.random.seed(1)
-        before = torch.get_rng_state()
-        model.fit(x, target)
-        results.append((model.loss_curve_, model.validation_scores_, model._outputs(x).numpy(), model.score(x, target)))
-        assert torch.equal(before, torch.get_rng_state())
-        # The next fit starts from another state of torch.
-        torch.randn(1)
-    for first, second in zip(*results, strict=True):
-        assert np.array_equal(first, second)
-
-
-def test_a_random_state_goes_on() -> None:
-    x, y = _data()
-    state = np.random.RandomState(0)
-    curves = [EnsembleClassifier(**SMALL, random_state=state).fit(x, y).loss_curve_ for _ in range(2)]
-    assert not np.allclose(*curves)
-    again = EnsembleClassifier(**SMALL, random_state=np.random.RandomState(0)).fit(x, y).loss_curve_
-    assert np.array_equal(curves[0], again)
-
-
-class Outputs(nn.Module):
-    def __init__(self, features: int, outputs: int, change: Any) -> None:
-        super().__init__()
-        self.layer, self.change = nn.Linear(features, outputs), change
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.change(self.layer(x))
-
-
-@pytest.mark.parametrize(
-    ("kind", "more", "change", "message"),
-    [
-        (EnsembleClassifier, 1, lambda y: y, r"module\(3, 2\) has outputs of shape \[1, 3\].*expected \[1, 2\]"),
-        (EnsembleClassifier, -1, lambda y: y, r"outputs of shape \[1, 1\]"),
-        (EnsembleClassifier, 0, lambda y: y[:, :, None], r"outputs of shape \[1, 2, 1\]"),
-        (EnsembleClassifier, 0, lambda y: (y, y), "outputs of type tuple"),
-        (EnsembleRegressor, 1, lambda y: y, r"module\(3, 1\) has outputs of shape \[1, 2\].*expected \[1, 1\]"),
-        (EnsembleRegressor, 0, lambda y: y[:, 0], r"outputs of shape \[1\]"),
-    ],
-)
-def test_modules_with_other_outputs(kind: Any, more: int, change: Any, message: str) -> None:
-    x, y = _data()
-    model = kind(lambda features, outputs: Outputs(features, outputs + more, change), n_estimators=2, max_iter=1)
-    with pytest.raises(ValueError, match=message):
-        model.fit(x, y if kind is EnsembleClassifier else x[:, 0])
 
 
 def test_members_are_those_of_the_plain_loop() -> None:
@@ -206,39 +123,6 @@ def test_the_curve_is_the_mean_over_samples() -> None:
         for size in (4, 10)
     ]
     np.testing.assert_allclose(*curves, rtol=1e-9)
-
-
-@pytest.mark.parametrize("bootstrap", [False, True])
-def test_weight_0_is_the_same_as_leaving_out(bootstrap: bool) -> None:
-    x, y = _data()
-    weights = np.arange(len(x)) % 3
-    model = EnsembleClassifier(**{**SMALL, "batch_size": 16}, bootstrap=bootstrap, random_state=0)
-    found = clone(model).fit(x, y, 2 * weights).predict_proba(x)
-    there = weights > 0
-    assert np.array_equal(found, clone(model).fit(x[there], y[there], weights[there]).predict_proba(x))
-    assert not np.allclose(found, clone(model).fit(x[there], y[there]).predict_proba(x))
-    with pytest.raises(ValueError, match=r"sample_weight is 0 for all 60 samples|at least one non-zero"):
-        model.fit(x, y, np.zeros(len(x)))
-    with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
-        model.fit(x, y, -weights)
-
-
-def test_spread_is_of_the_members_and_grows_far_from_data() -> None:
-    x = np.linspace(-1, 1, 40)[:, None]
-    model = EnsembleRegressor(**{**SMALL, "n_estimators": 5, "max_iter": 80}, random_state=0).fit(
-        x, np.sin(3 * x[:, 0])
-    )
-    mean, spread = model.predict(x, return_std=True)
-    assert np.allclose(spread, model.member_predictions(x).std(0))
-    assert np.allclose(mean, model.predict(x))
-    assert model.score(x, np.sin(3 * x[:, 0])) > 0.9
-    assert model.uncertainty([[6.0]])[0] > 5 * spread.mean()
-
-
-def test_it_is_searched_like_others() -> None:
-    x, y = _data()
-    search = GridSearchCV(EnsembleClassifier(**SMALL, random_state=0), {"weight_decay": [0.0, 1.0]}, cv=2)
-    assert search.fit(x, y).best_params_["weight_decay"] in (0.0, 1.0)
 
 
 def test_a_member_that_diverges_is_left_out() -> None:

@@ -121,16 +121,6 @@ def test_a_member_is_saved_by_itself() -> None:
     assert (array.get_parameter("bias")[3] == 4).all()
 
 
-def test_a_write_to_a_member_before_backward_is_seen() -> None:
-    array = hf.fuse([nn.Linear(4, 4) for _ in range(2)])
-    x = torch.ones(2, 4, requires_grad=True)
-    y = array(x)
-    with torch.no_grad():
-        array[1].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def two_bases(order: str) -> list[nn.Module]:
     bases = {name: base() for name in "AB"}
     return [Adapted(bases[name]) for name in order]
@@ -150,19 +140,6 @@ def test_a_frozen_tensor_that_some_members_share(order: str) -> None:
     assert same == [[a == b for a in order] for b in order]
 
 
-def test_tied_frozen_tensors_that_some_members_share() -> None:
-    def tied(one: nn.Linear) -> nn.Module:
-        model = nn.Sequential(one, nn.Linear(4, 4).double().requires_grad_(False), nn.Linear(4, 4).double())
-        model[1].weight = one.weight
-        return model
-
-    a, b = (nn.Linear(4, 4).double().requires_grad_(False) for _ in range(2))
-    waiting = iter([tied(a), tied(a), tied(b)])
-    built = hf.build(lambda: next(waiting), seeds=[0, 1, 2])
-    assert built.get_parameter("0.weight") is built.get_parameter("1.weight")
-    assert torch.equal(built.get_parameter("0.weight")[2], b.weight)
-
-
 @pytest.mark.parametrize("order", ["AAB", "ABA", "ABB"])
 def test_a_trained_tensor_that_some_members_share_is_refused(order: str) -> None:
     models = two_bases(order)
@@ -174,16 +151,6 @@ def test_a_trained_tensor_that_some_members_share_is_refused(order: str) -> None
     waiting = iter(models)
     with pytest.raises(hf.FusionError, match=words):
         hf.build(lambda: next(waiting), seeds=[0, 1, 2])
-
-
-def test_a_buffer_that_some_members_share_must_not_be_written() -> None:
-    models = two_bases("AAB")
-    for model in models:
-        model.base.train()
-    array = hf.fuse(models)
-    with pytest.raises(hf.FusionError, match=r"writes into the buffer base.1.\w+, which some models share but not all"):
-        array(normal(6, 4))
-    array.eval()(normal(6, 4))
 
 
 def test_trained_tensors_in_the_same_memory_are_refused() -> None:

@@ -53,7 +53,6 @@ def train_alone(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
     return losses
 
 
-KINDS = ("shared", "stacked")
 # Each model with every number of members and with both kinds of inputs, and each number with both.
 ARRAYS = [
     (model, count, (place + turn) % 2 == 0)
