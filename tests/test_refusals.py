@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils import prune
+from torch.optim import lr_scheduler as ls
 
 import hfusion as hf
 from hfusion.core.guards import Assumptions
@@ -91,6 +92,10 @@ def population() -> hf.Population:
     return hf.Population([mlp() for _ in range(3)], optimizer=adamw, loss=F.cross_entropy, compile=False)
 
 
+def two_groups() -> hf.Population:
+    return hf.Population([mlp(), two_layers()], optimizer=hf.optim.SGD, loss=F.cross_entropy, compile=False)
+
+
 class Listing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -113,14 +118,15 @@ LOADER = [(torch.ones(2, 4), torch.tensor([0, 1]))]
 # What lines name besides what this file defines.
 NAMES: dict[str, Any] = {
     "Assumptions": Assumptions, "ComputeRates": ComputeRates, "F": F, "Parameter": Parameter, "Ragged": Ragged,
-    "Rates": Rates, "check_losses": check_losses, "normal": normal, "np": np, "optim": hf.optim, "prune": prune,
-    "weakref": weakref,
+    "Rates": Rates, "check_losses": check_losses, "ls": ls, "normal": normal, "np": np, "optim": hf.optim,
+    "per_member": hf.optim.lr_scheduler.PerMember, "prune": prune, "weakref": weakref,
 }  # fmt: skip
 # Made anew for each line that names them.
 FIXTURES: dict[str, Callable[[], Any]] = {
     "fused": lambda: hf.fuse([mlp() for _ in range(3)]),
     "array": lambda: Array(3),
     "two": lambda: Array(2),
+    "opt": lambda: hf.optim.SGD(Array(3).params, lr=[0.1, 0.2, 0.3]),
     "pop": population,
     "ragged": lambda: Ragged([torch.ones(3, 2), torch.ones(1, 2)]),
 }
@@ -193,6 +199,9 @@ FUSE = {
     "optim.fuse(two, [adam(two.members[0])])": "got (a )?list for the array",
     "optim.fuse([], two, into='Adam')": "into='Adam': give a class of hf.optim",
     "optim.fuse([], two, into=torch.optim.SGD)": "give a class of hf.optim",
+    "hf.optim.groups(nn.Linear(2, 2), lambda name, p: {})": "hf.optim.groups expects what hf.fuse",
+    "hf.optim.groups(nn.Linear(2, 2).parameters(), lambda name, p: {})": "hf.optim.groups got a parameter",
+    "float(opt.param_groups[0]['lr'])": r"one value for each of 3 members.*value\.tolist\(\)",
     "hf.Population([mlp()], optimizer=hf.optim.SGD, loss=F.mse_loss).fused.call('to', torch.ones(2, 4))": "no method t",
 }
 
@@ -273,6 +282,26 @@ VALUES = {
     "pop.hparams.__setitem__('betas', 0.5)": r"betas=0\.5 is not a pair",
     "pop.hparams.__setitem__('betas', (0.5,))": r"betas=\(0\.5,\) is not a pair",
     "pop.hparams.__setitem__('betas', (0.5, 1.5))": r"betas\[1\] of member 0 is 1\.5",
+    "pop.average([])": "average of no rows",
+    "pop.average([0, 0])": "row 0 comes 2 times",
+    "pop.average([0, 1], [1.0])": r"weights \[1.0\] for the average of rows \[0, 1\]",
+    "pop.average([0, 1], [1.0, -1.0])": "at least 0",
+    "pop.average([0, 1], [0, 0])": "a sum above 0",
+    "pop.average(into='all', optimizer='drop')": "optimizer='drop'",
+    "opt.keep([4])": "4 is no row of an array of 3 members",
+    "opt.append(0)": r"append\(\) needs at least one member, got 0",
+    "opt.append(1)": "lr differs between the members",
+    "opt.append(2, lr=[0.1, 0.2, 0.3])": "lr has 3 values for an array of 2 members",
+    "opt.restart(0, rate=1.0)": "rate is no hyper-parameter of SGD; it has lr, ",
+    "opt.restart([0, 1], lr=[0.1, -1.0])": r"lr of member 1 is -1\.0",
+    "per_member(opt)": "needs a function that makes the scheduler of one member",
+    "per_member(opt, [ls.ExponentialLR] * 2)": "2 functions that make schedulers for 3 members",
+    "per_member(opt, [ls.ExponentialLR] * 3, gamma=0.5)": "options or a list of functions, not both: gamma",
+    "per_member(opt, ls.MultiStepLR, milestones=[1, 2, 3])": "milestones is a list of lists",
+    "per_member(opt, lambda o: ls.OneCycleLR(o, [0.1, 0.2], 9))": "scheduler of member 0 cannot be made",
+    "per_member(opt, ls.ReduceLROnPlateau).step()": "member 0 has a ReduceLROnPlateau: give step metrics",
+    "optim.lr_scheduler.ReduceLROnPlateau(opt).step(1.0)": r"metrics have shape \[\] for an array of 3 members",
+    "optim.lr_scheduler.ReduceLROnPlateau(opt, factor=[0.1, 0.2])": "factor has 2 values for an array of 3 members",
     "hf.MemberLogger(wandb='p')": "give options of wandb.init",
     "hf.MemberLogger(wandb={'name': 'a'})": "members have their own",
     "hf.MemberLogger(wandb={'reinit': True})": "it is create_new",
@@ -288,6 +317,8 @@ PLANS = {
     "hf.Device('cpu', 'two words', memory=1)": "one word",
     "hf.Device('cpu', '', memory=1)": "one word",
     "hf.Machine([hf.Device('cuda:99', memory=1)]).calibrate()": "there is no device cuda:99: torch sees",
+    "hf.train_step(fused, F.mse_loss, optim.SGD(fused.parameters()), memory=0)": "no positive number of bytes",
+    "hf.train_step(fused, F.mse_loss, optim.SGD(fused.parameters()), memory='2 apples')": "no positive number of by",
     "Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)": "rate memory is 0",
     "ComputeRates(8.0, 4.0, 2.0, bfloat16=0.0)": "rate bfloat16 is 0.0: it must be a positive number",
     "hf.Task(nn.Linear(1, 1), hf.per_model(F.mse_loss), hf.optim.SGD, LOADER)": r"the loss is per_model\(mse_loss\)",
@@ -306,6 +337,8 @@ TYPES = {
     "torch.relu(ragged)": "per_model",
     "F.cross_entropy(ragged, ragged)": "per_model",
     "float(ragged)": "per_model",
+    "optim.GradScaler(8.0)": "device=8.0 is no device: give the scale as init_scale=8.0",
+    "per_member(opt, lambda o: None)": "scheduler of member 0 gave NoneType: let it give one of torch",
     "optim.Adam(fused)": r"params .* FusedModule.*fused.parameters\(\)",
 }
 
@@ -313,6 +346,8 @@ OTHERS: list[tuple[str, type[Exception], str | None]] = [
     ("ragged[2]", IndexError, None),
     ("ragged.mean()", AttributeError, r"no \.mean.*per_model"),
     ("fused.nothing", AttributeError, "no attribute 'nothing'"),
+    ("two_groups().fused", AttributeError, r"no fused of all members: they are 2 groups.*pop\.groups"),
+    ("two_groups().optimizer", AttributeError, "no optimizer of all members"),
     ("Assumptions(((None,),), \"__import__('os').system('')\")", ValueError, None),
     ("Assumptions(((None,),), \"L['t0'].__class__\")", ValueError, None),
     ("Assumptions(((None,),), \"torch.load('x')\")", ValueError, None),
@@ -349,6 +384,8 @@ def state(value: Any) -> dict[str, torch.Tensor]:
         value = value.fused
     if isinstance(value, hf.FusedModule):
         return {name: tensor.clone() for name, tensor in value.state_dict().items()}
+    if isinstance(value, hf.optim.FusedOptimizer):
+        return {str(k): group["lr"].clone() for k, group in enumerate(value.param_groups)}
     return {str(k): tensor.clone() for k, tensor in enumerate(value if isinstance(value, Ragged) else value.params)}
 
 
