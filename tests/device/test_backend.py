@@ -1,13 +1,190 @@
-"""Backends of devices: the answers of the host here, and on an accelerator those of its module of torch."""
+"""Compiled libraries, threads and backends."""
 
 from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Thread
 
 import pytest
 import torch
 
+from hfusion.device import native
 from hfusion.device.backend import accelerators, backend, random_states_kept
+from hfusion.device.generators import Generators, draws_kept
 from hfusion.device.graphs import GraphPool
+from hfusion.device.openmp import _nothing, _pause, release_team, torch_threads
+from hfusion.device.team import library, team
+from hfusion.ops import rnn
+from hfusion.optim import native_kernels as kernels
+from tests.device.test_machine import ATTACKS
 
+
+# Compiling C with the machine's own compiler; that there is none is tested where it is used.
+@pytest.mark.parametrize("source", [kernels.SOURCE, rnn.SOURCE], ids=lambda source: source.stem)
+def test_a_library_is_compiled_once(source: Path, compiler: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
+    (binary,) = folder.iterdir()
+    stamp = binary.stat().st_mtime_ns
+    assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
+    assert binary.stat().st_mtime_ns == stamp
+    assert list(folder.iterdir()) == [binary]
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> Path:
+    """C that is compiled in no time."""
+    source = tmp_path / "seven.c"
+    source.write_text("int seven(void) { return 7; }")
+    return source
+
+
+@pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.filterwarnings("ignore:cannot keep compiled kernels")
+def test_a_library_that_is_not_believed_is_compiled_again(
+    attack: Callable[[Path], None], why: str, seven: Path, compiler: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    native.build(seven, compiler, folder)
+    (binary,) = folder.iterdir()
+    attack(binary)
+    with pytest.warns(UserWarning, match=rf"the compiled kernels in {binary} are built again: .*{why}"):
+        library = native.build(seven, compiler, folder)
+    assert isinstance(library, ctypes.CDLL)
+    assert library.seven() == 7
+    if binary.is_dir():
+        binary.rmdir()
+        native.build(seven, compiler, folder)
+    assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
+
+
+def test_code_of_a_stranger_does_not_run(seven: Path, compiler: list[str], tmp_path: Path) -> None:
+    """A library of that name whose constructor would leave a file."""
+    folder, mark, evil = tmp_path / "cache", tmp_path / "mark", tmp_path / "evil.c"
+    native.build(seven, compiler, folder)
+    (binary,) = folder.iterdir()
+    evil.write_text(
+        f'#include <stdio.h>\n__attribute__((constructor)) void run(void) {{ fclose(fopen("{mark}", "w")); }}'
+    )
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", str(binary), str(evil)], check=True)
+    with pytest.warns(UserWarning, match="are built again: it is damaged"):
+        native.build(seven, compiler, folder)
+    assert not mark.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of(seven: Path, compiler: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.warns(UserWarning, match=r"are built again: Not a directory"),
+        pytest.warns(UserWarning, match=r"cannot keep compiled kernels in .*: Not a directory; .* XDG_CACHE_HOME"),
+    ):
+        library = native.build(seven, compiler, tmp_path / "file")
+    assert isinstance(library, ctypes.CDLL)
+    assert library.seven() == 7
+
+
+# Threads of OpenMP.
+def threads_of_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_thread_that_waits_keeps_no_team() -> None:
+    if _pause() is _nothing:
+        pytest.skip("torch computes by another runtime than GNU's")
+    counts, remaining, sums = [], [], []
+
+    def compute() -> None:
+        with torch_threads(2):
+            for _ in range(2):
+                before = threads_of_process()
+                sums.append(torch.ones(1 << 20, dtype=torch.float64).mul_(2).sum().item())
+                counts.append(threads_of_process() - before)
+                release_team()
+                # A thread leaves the table a moment after the runtime has seen it end.
+                for _ in range(100):
+                    if threads_of_process() == before:
+                        break
+                    time.sleep(0.05)
+                remaining.append(threads_of_process() - before)
+
+    thread = Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert counts == [1, 1]
+    assert remaining == [0, 0]
+    assert sums == [2.0 * (1 << 20)] * 2
+
+
+# Threads that do the pieces of one work.
+needs_library = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
+
+Piece = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int64)
+
+
+def address(piece: object) -> int:
+    return ctypes.cast(piece, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_every_piece_is_done_once(threads: int) -> None:
+    done: list[int] = []
+    piece = Piece(lambda work, index, message, room: done.append(index) or 0)
+    helpers = team(threads)
+    for pieces in (0, 1, 2, 40):
+        done.clear()
+        helpers.run(address(piece), 0, pieces)
+        assert sorted(done) == list(range(pieces))
+
+
+@needs_library
+def test_pieces_are_done_at_the_same_time() -> None:
+    meeting = threading.Barrier(4)
+    piece = Piece(lambda work, index, message, room: meeting.wait(60) * 0)
+    team(4).run(address(piece), 0, 4)
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_caller_is_one_of_the_threads(threads: int) -> None:
+    """The caller computes like the other threads. A barrier makes each thread take one piece."""
+    identifiers: set[int] = set()
+    numbers: list[int] = []
+    meeting = threading.Barrier(threads)
+
+    def do(work: int, index: int, message: object, room: int) -> int:
+        meeting.wait(60)
+        identifiers.add(threading.get_ident())
+        numbers.append(torch.get_num_threads())
+        return 0
+
+    piece = Piece(do)
+    helpers = team(threads, joined=True)
+    try:
+        torch.set_num_threads(3)
+        for times in range(1, 31):
+            identifiers.clear()
+            helpers.run(address(piece), 0, threads)
+            assert len(identifiers) == threads
+            assert threading.get_ident() in identifiers
+            assert torch.get_num_threads() == 3
+            assert numbers == [1] * threads * times
+            # Closer and further apart than the threads look for work.
+            time.sleep((times % 3) * 0.001)
+    finally:
+        torch.set_num_threads(1)
+
+
+# Backends of devices: the answers of the host here, and on an accelerator those of its module of torch.
 DEVICES = [torch.device("cpu"), *accelerators()]
 
 
@@ -75,3 +252,73 @@ def test_the_host_records_nothing() -> None:
 def test_free_memory_and_name_of_an_accelerator(device: torch.device) -> None:
     assert backend(device).free_bytes() > 0
     assert backend(device).name
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_thread_draws_as_if_there_were_no_other(others: bool) -> None:
+    """Another thread draws and seeds at the same time, and draws the numbers that it would draw alone."""
+    with ThreadPoolExecutor(1) as pool:
+        if others:
+            pool.submit(torch.get_rng_state).result()
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        with draws_kept():
+            inside = [torch.rand(2)]
+            aside = pool.submit(torch.rand, 2).result() if others else None
+            inside.append(torch.rand(2))
+            torch.manual_seed(5)
+            inside.append(torch.rand(4))
+        first, other = torch.cat(inside[:2]), inside[2]
+        assert torch.equal(first, other)
+        if aside is None:
+            assert torch.equal(torch.get_rng_state(), before)
+        else:
+            assert torch.equal(aside, other[:2])
+            assert torch.equal(torch.rand(2), other[2:])
+
+
+def test_draws_are_those_after_manual_seed() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4), torch.rand(4)
+    torch.manual_seed(1)
+    outside = torch.rand(4)
+    torch.manual_seed(1)
+    generators = Generators(5)
+    with generators.active(CPU):
+        assert torch.equal(torch.rand(4), expected[0])
+    assert torch.equal(torch.rand(4), outside)
+    with generators.active(CPU, advance=False):
+        assert torch.equal(torch.rand(4), expected[1])
+    with generators.active(CPU):
+        assert torch.equal(torch.rand(4), expected[1])
+
+
+def test_an_error_puts_torchs_generator_back() -> None:
+    def fail() -> None:
+        torch.rand(3)
+        raise ValueError("inside")
+
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="inside"), Generators(3).active(CPU):
+        fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tasks_in_several_threads_draw_as_if_alone() -> None:
+    start = Barrier(3)
+
+    def draw(seed: int) -> torch.Tensor:
+        generators, draws = Generators(seed), []
+        start.wait()
+        for _ in range(30):
+            with generators.active(CPU):
+                draws.append(torch.rand(2))
+        return torch.stack(draws)
+
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(draw, range(3)))
+    for seed, draws in enumerate(together):
+        assert torch.equal(draws.flatten(), torch.rand(60, generator=torch.Generator().manual_seed(seed)))

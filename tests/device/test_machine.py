@@ -1,10 +1,14 @@
-"""Machines: what is parsed and refused, how they print, what is measured and kept."""
+"""Machines and what is measured of them: what is parsed, refused, kept, and not believed."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
-from dataclasses import asdict, replace
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +16,19 @@ import torch
 
 from hfusion.core.errors import PlanError
 from hfusion.device import calibrate
-from hfusion.device.cache import cache_folder
+from hfusion.device.cache import (
+    MAX_BYTES,
+    cache_folder,
+    read,
+    read_sealed,
+    write,
+    write_sealed,
+)
 from hfusion.device.calibrate import compute_rates, standard_rates
 from hfusion.device.machine import Device, Machine, host_memory, parse_bytes
+from hfusion.device.measured_records import MAX_ROWS, RecordFile, TimeRecord, nearest
 
+# Machines: what is parsed and refused, how they print, what is measured and kept.
 CPU = torch.device("cpu")
 
 
@@ -175,3 +188,202 @@ def test_a_disk_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: 
             Machine([Device("cpu", memory=1)], disk=tmp_path / "other").calibrate()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Records of measurements that later processes read.
+@dataclass(frozen=True)
+class Sample:
+    operators: int
+    looped: bool
+    ratio: float | None = None
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "hfusion"
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_latest_records_are_kept_per_machine() -> None:
+    file = RecordFile(Sample, "samples", {"processor": "a"})
+    records = [Sample(number + 1, bool(number % 2), None if number % 2 else 0.5) for number in range(MAX_ROWS + 2)]
+    for record in records:
+        file.add(record)
+    assert file.read() == records[2:]
+    assert RecordFile(Sample, "samples", {"processor": "b"}).read() == []
+    assert RecordFile(TimeRecord, "times", {"processor": "a"}).read() == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"rows": [{"operators": 1}]}', '{"rows": [{"operators": 0, "looped": false, "ratio": 1.0}]}']
+    + [f'{{"rows": [{{"operators": 1, "looped": false, "ratio": {value}}}]}}' for value in ("-1.0", "NaN", '"much"')],
+)
+def test_an_invalid_file_has_no_records(folder: Path, content: str) -> None:
+    file = RecordFile(Sample, "samples", {})
+    file.add(Sample(1, False))
+    (path,) = folder.iterdir()
+    path.write_text(content)
+    assert file.read() == []
+    file.add(Sample(2, True))
+    assert file.read() == [Sample(2, True)]
+
+
+def test_the_nearest_in_size_and_the_latest_of_them_count() -> None:
+    records = [Sample(10, False, float(age)) for age in range(6)] + [Sample(1000, False)]
+    assert [record.ratio for record in nearest(records, 12)] == [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert nearest(records, 900)[0] == Sample(1000, False)
+
+
+# The cache folder: where it is, whom it belongs to, and which files there are not believed.
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+STRANGER = 12345
+
+
+@contextmanager
+def masked(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o277])
+def test_only_the_user_reads_and_writes_whatever_the_umask(mask: int, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "hfusion" / "kernels.so"
+    path.parent.parent.mkdir()
+    with masked(mask & 0o077):
+        write(path.parent / "first", b"")
+    with masked(mask):
+        write(path, b"x")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read(path) == b"x"
+    assert {entry.name for entry in path.parent.iterdir()} == {"first", "kernels.so"}
+
+
+HOMES: dict[str, tuple[dict[str, str | None], str]] = {
+    "named": ({"XDG_CACHE_HOME": "{}/a", "HOME": "{}/b"}, "{}/a/hfusion"),
+    "by default": ({"XDG_CACHE_HOME": None, "HOME": "{}/b"}, "{}/b/.cache/hfusion"),
+    "relative": ({"XDG_CACHE_HOME": "a", "HOME": "{}/b"}, "{}/b/.cache/hfusion"),
+    "empty": ({"XDG_CACHE_HOME": "", "HOME": "{}/b"}, "{}/b/.cache/hfusion"),
+}
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_location_of_the_cache_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, expected = HOMES[name]
+    monkeypatch.chdir(tmp_path)
+    set_all(variables, tmp_path, monkeypatch)
+    assert cache_folder() == Path(expected.format(tmp_path))
+
+
+def set_all(variables: dict[str, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in variables.items():
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value.format(folder))
+
+
+def stranger(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, STRANGER, -1)
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def dangling(folder: Path) -> None:
+    folder.symlink_to(folder.parent / "nowhere")
+
+
+FOLDERS = [
+    pytest.param(stranger, f"it belongs to user {STRANGER}", marks=needs_root),
+    pytest.param(open_to_all, r"others can write to it \(mode 777\): chmod go-w"),
+    pytest.param(Path.touch, "Not a directory"),
+    pytest.param(dangling, ""),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), FOLDERS)
+def test_an_unusable_folder_is_reported_once(
+    make: Callable[[Path], None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make(tmp_path / "hfusion")
+    with pytest.warns(UserWarning, match=f"no cache folder can be used .*hfusion: .*{why}") as records:
+        private = cache_folder()
+    assert len(records) == 1
+    assert private.parent != tmp_path
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert cache_folder() == private
+    write(private / "kept", b"x")
+    assert read(private / "kept") == b"x"
+    (private / "kept").unlink()
+
+
+def given_away(path: Path) -> None:
+    os.chown(path, STRANGER, -1)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def another(path: Path) -> None:
+    """A file of ours under a name that is not its own."""
+    write_sealed(path.with_name("other"), b"other")
+    path.with_name("other").rename(path)
+
+
+ATTACKS = {
+    "given away": pytest.param(given_away, f"it belongs to user {STRANGER}", marks=needs_root),
+    "writable": pytest.param(lambda path: path.chmod(0o620), "others can write to it"),
+    "a link": pytest.param(linked, "symbolic links"),
+    "a pipe": pytest.param(pipe, "it is no regular file"),
+    "a folder": pytest.param(a_folder, "it is no regular file"),
+    "huge": pytest.param(lambda path: os.truncate(path, 1 << 40), f"more than {MAX_BYTES:,} bytes"),
+    "cut short": pytest.param(lambda path: os.truncate(path, path.stat().st_size // 2), "damaged, or was cut short"),
+    "empty": pytest.param(lambda path: os.truncate(path, 0), "damaged, or was cut short"),
+    "flipped": pytest.param(flipped, "damaged, or was cut short"),
+    "another": pytest.param(another, "damaged, or was cut short"),
+}
+
+
+@pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
+def test_untrusted_files_are_refused(attack: Callable[[Path], None], why: str, tmp_path: Path) -> None:
+    path = tmp_path / "hfusion" / "kept"
+    write_sealed(path, b"content of some length")
+    assert read_sealed(path) == b"content of some length"
+    attack(path)
+    with pytest.raises(OSError, match=why) as error:
+        read_sealed(path)
+    assert error.value.strerror
+    if path.is_dir():
+        with pytest.raises(OSError, match="directory"):
+            write_sealed(path, b"new")
+        path.rmdir()
+    write_sealed(path, b"new")
+    assert read_sealed(path) == b"new"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import cast
 
@@ -15,15 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.core.errors import SpillError
 from hfusion.device.device_queues import HostQueue
 from hfusion.runtime import worker
+from hfusion.runtime.spill import SpillFolder
+from hfusion.runtime.task_state import STATE, HostStore
 from hfusion.runtime.training import Training
+from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Candidate, Order, Policy, State
 from hfusion.tasks.task import Step
 from tests.schedule.compared import COMPARED
 from tests.trained import EPOCHS, Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
+# Any plan, on any devices, by any policy: the same bits as the plain loop, within every budget.
 LOADER = batches(torch.float64, 2)
 WAYS = (Way(adamw), Way(momentum, 0.5), Way(adamw, None, 2), Way(momentum, 0.5, 2))
 
@@ -198,3 +205,85 @@ def test_an_error_of_a_device_is_that_of_its_task(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HostQueue, "wait", lost)
     with pytest.raises(hf.TrainError, match="'t' failed: RuntimeError: the device is lost"):
         hf.train([trained_task], on, plan=plan)
+
+
+WEIGHTS, OPTIMIZER, GRADIENTS = STATE
+ALIGNMENT = 64
+
+
+def tensors() -> dict[Section, dict[str, Tensor]]:
+    """Sizes that are no multiples of the alignment, a dtype of one byte, an empty tensor, a number."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        WEIGHTS: {
+            "w": torch.randn(3, 5, generator=draw, dtype=torch.float64),
+            "flags": torch.tensor([True, False, True]),
+            "none": torch.empty(0, 4),
+            "t": torch.randn(5, 2, generator=draw).T,
+        },
+        OPTIMIZER: {"w exp_avg": torch.randn(3, 5, generator=draw, dtype=torch.float64)},
+        GRADIENTS: {"w": torch.randn(17, generator=draw).bfloat16(), "n": torch.tensor(7)},
+    }
+
+
+@pytest.fixture(params=["host", "disk"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> HostStore:
+    return HostStore(tensors(), pinned=False, file=tmp_path / "0.safetensors" if request.param == "disk" else None)
+
+
+def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    file = tmp_path / "0.safetensors"
+    home = HostStore(tensors(), pinned=False, file=file)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    size = sum(home.layout.sizes)
+    assert header == {"shard": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    assert (8 + length) % ALIGNMENT == 0
+    assert len(data) == 8 + length + size
+    home.views[WEIGHTS]["w"].fill_(1)
+    raw = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64, count=15, offset=8 + length)
+    assert raw.tolist() == [1.0] * 15
+
+
+def test_a_file_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    words = r"cannot spill [\d,]+ bytes to .*gone/0.safetensors: No such file.*free space.*another folder.*more host"
+    with pytest.raises(SpillError, match=words):
+        HostStore(tensors(), pinned=False, file=tmp_path / "gone" / "0.safetensors")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_folder_is_there_from_the_first_file_to_the_end(tmp_path: Path, exists: bool) -> None:
+    parent = tmp_path / "spill"
+    if exists:
+        parent.mkdir()
+    folder = SpillFolder(parent)
+    assert parent.exists() is exists
+    files = [folder.file("0-0"), folder.file("0-1")]
+    assert [file.name for file in files] == ["0-0.safetensors", "0-1.safetensors"]
+    assert len({file.parent for file in files}) == 1
+    assert files[0].parent.parent == parent
+    files[0].write_bytes(b"x")
+    folder.close()
+    assert parent.exists() is exists
+    assert not files[0].parent.exists()
+    folder.close()
+
+
+def test_a_parent_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
+    parent = tmp_path / "spill"
+    folder = SpillFolder(parent)
+    folder.file("0-0")
+    (parent / "other").touch()
+    folder.close()
+    assert [path.name for path in parent.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("location", ["file", "file/inside/it"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, location: str) -> None:
+    (tmp_path / "file").touch()
+    folder = SpillFolder(tmp_path / location)
+    with pytest.raises(SpillError, match=r"cannot make a folder for spilled state in .*file.*: .*; name a folder"):
+        folder.file("0-0")
+    folder.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

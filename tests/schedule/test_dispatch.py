@@ -1,4 +1,4 @@
-"""The dispatcher: it counts started units, and passes the remaining work to the policy."""
+"""The dispatcher and its policies: which unit begins next."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfusion.core.errors import PlanError
+from hfusion.schedule.actions import Act
 from hfusion.schedule.dispatch import Dispatcher
-from hfusion.schedule.plan import Plan
-from hfusion.schedule.policy import POLICIES, Candidate, Policy, State
+from hfusion.schedule.minibatch_slices import Ran, Slices
+from hfusion.schedule.plan import Phase, Plan, Shard, TaskPlan, Unit
+from hfusion.schedule.policy import POLICIES, Candidate, Policy, State, Waiting
+from hfusion.schedule.simulate import simulate
+from hfusion.schedule.timeline import Timeline
+from tests.schedule import compared as policies
 from tests.schedule.compared import COMPARED
 from tests.shards import plans, task
 
+# The dispatcher: it counts started units, and passes the remaining work to the policy.
 FIFO, LONGEST = COMPARED["fifo"], COMPARED["sharded-lrtf"]
 
 
@@ -137,3 +144,182 @@ def test_no_tasks() -> None:
     assert dispatcher.choose(1, None) is None
     assert not dispatcher.unfinished()
     assert not dispatcher.has_waiting()
+
+
+# Policies: which candidate they choose, and that they are pure.
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        task=st.integers(0, 99),
+        unit=st.integers(0, 9),
+        remaining=st.floats(0, 100),
+        quantum=st.floats(0.1, 10),
+        since=st.integers(0, 99),
+        need=st.integers(0, 30),
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda candidate: candidate.task,
+)
+
+
+def state(name: str, candidates: list[Candidate], running: Candidate | None = None, share: float = 0.0) -> State:
+    waiting = Waiting(COMPARED[name].order, [10, 20, 30])
+    for candidate in candidates:
+        waiting.add(candidate)
+    return State(20, running, waiting, share)
+
+
+A = Candidate(task=0, unit=1, remaining=5.0, quantum=1.0, since=7, need=3)
+B = Candidate(task=1, unit=1, remaining=9.0, quantum=1.0, since=8, need=15)
+C = Candidate(task=2, unit=1, remaining=7.0, quantum=1.0, since=2, need=3)
+TOO_LARGE = Candidate(task=3, unit=0, remaining=99.0, quantum=1.0, since=0, need=21)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("sharded-lrtf", B), ("patient-lrtf", B), ("fifo", A), ("round-robin", C)]
+)
+def test_an_idle_device_gets_the_first_that_fits(name: str, chosen: Candidate) -> None:
+    assert COMPARED[name](state(name, [A, B, C, TOO_LARGE])) is chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("sharded-lrtf", B), ("patient-lrtf", A), ("fifo", A), ("round-robin", C)]
+)
+def test_a_running_task_goes_on_or_not(name: str, chosen: Candidate) -> None:
+    assert COMPARED[name](state(name, [B, C], running=A, share=20.0)) is chosen
+
+
+@pytest.mark.parametrize("name", ["sharded-lrtf", "patient-lrtf"])
+@pytest.mark.parametrize("share", [0.0, 99.0])
+def test_of_two_that_are_equal_the_running_one_goes_on(name: str, share: float) -> None:
+    assert COMPARED[name](state(name, [A._replace(task=9)], running=A, share=share)) is A
+
+
+def test_patience_ends_when_a_task_would_end_too_late() -> None:
+    patient = COMPARED["patient-lrtf"]
+    assert patient(state("patient-lrtf", [B], running=A, share=10.1)) is A
+    assert patient(state("patient-lrtf", [B], running=A, share=10.0)) is B
+    assert patient(state("patient-lrtf", [B], running=A._replace(remaining=8.5), share=10.0)).task == A.task
+
+
+@pytest.mark.parametrize("name", sorted(COMPARED))
+def test_nothing_waits(name: str) -> None:
+    assert COMPARED[name](state(name, [])) is None
+    assert COMPARED[name](state(name, [TOO_LARGE])) is None
+    assert COMPARED[name](state(name, [TOO_LARGE], running=A)) is A
+
+
+@given(CANDIDATES, st.sampled_from(sorted(COMPARED)))
+def test_a_decision_is_pure_and_finds_the_least(candidates: list[Candidate], name: str) -> None:
+    chooser = COMPARED[name]
+    current_state = state(name, candidates)
+    chosen = chooser(current_state)
+    assert chooser(current_state) is chosen
+    assert chooser(state(name, candidates[::-1])) is chosen
+    fitting = [candidate for candidate in candidates if candidate.need <= current_state.budget]
+    least = min(fitting, key=lambda candidate: (chooser.order(candidate), candidate.task), default=None)
+    assert chosen is least
+
+
+def test_waiting_gives_all_in_order() -> None:
+    waiting = state("sharded-lrtf", [A, B, C, TOO_LARGE]).waiting
+    ordered = []
+    while (first := waiting.first(30)) is not None:
+        ordered.append(first)
+        waiting.take(30)
+        assert bool(waiting) == (len(ordered) < 4)
+    assert ordered == [TOO_LARGE, B, C, A]
+    with pytest.raises(IndexError):
+        waiting.take(30)
+    with pytest.raises(PlanError, match="needs 31 bytes"):
+        waiting.add(A._replace(need=31))
+
+
+def test_seeds_differ() -> None:
+    orders = [[policies.random(seed).order(A._replace(task=task)) for task in range(20)] for seed in (0, 1)]
+    assert orders[0] != orders[1]
+    assert len(set(orders[0])) == 20
+
+
+# Minibatches that are scheduled several at a time, and reported one by one.
+SHARD = Shard(0, 0, 4, 100, 80, 160, 50, 10, 200, 0, 0.002, 0.004, 0.002)
+
+
+def plan(epoch: int, epochs: int, **values: object) -> TaskPlan:
+    return TaskPlan("one", (SHARD,), epoch * epochs, True, epoch=epoch, **values)  # type: ignore[arg-type]
+
+
+PLANS = {
+    "one minibatch": plan(1, 1),
+    "one epoch": plan(7, 1),
+    "epochs": plan(7, 3),
+    "evaluated": plan(7, 2, evaluated=2),
+    "clipped": plan(7, 2, clipped=True, evaluated=1),
+    "accumulated": plan(7, 2, accumulate=3),
+    "saved": plan(7, 2, save_every=2),
+    "saved where it is evaluated": plan(6, 2, evaluated=2, save_every=6),
+    "both": plan(5, 2, accumulate=2, clipped=True, evaluated=1, save_every=3),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", PLANS)
+def test_slices_are_the_minibatches_in_order(name: str, size: int) -> None:
+    whole = PLANS[name]
+    slices = Slices(whole, min(size, whole.epoch or 1))
+    ends = [slices.end(index) for index in range(slices.scheduled.steps)]
+    assert [slices.first(index) for index in range(slices.scheduled.steps)] == [0, *ends[:-1]]
+    assert ends[-1] == whole.steps
+    assert set(range(whole.epoch or 1, whole.steps + 1, whole.epoch or 1)) <= set(ends)
+    assert slices.scheduled.device_bytes == whole.device_bytes
+    assert slices.scheduled.seconds == pytest.approx(whole.seconds)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_goes_on_with_the_slice_that_it_had_begun(name: str, size: int) -> None:
+    whole = PLANS[name]
+    slices = Slices(whole, min(size, whole.epoch or 1))
+    scheduled = slices.scheduled
+    for steps in range(whole.steps):
+        unit = scheduled.unit(slices.unit_index_after(steps))
+        assert unit.phase is Phase.FORWARD
+        assert slices.first(unit.step) <= steps < slices.end(unit.step)
+    assert slices.unit_index_after(whole.steps) == scheduled.units
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", PLANS)
+def test_spans_are_those_of_the_minibatches(name: str, size: int) -> None:
+    """The timeline of a run of slices, reported by minibatches, is valid for the plan."""
+    whole = PLANS[name]
+    slices = Slices(whole, min(size, whole.epoch or 1))
+    coarse, fine = (Plan((task_plan,), {"cpu": 10_000}, 1e6, 1e6) for task_plan in (slices.scheduled, whole))
+    simulated = simulate(coarse)
+    ran: list[Ran] = []
+    for span in simulated.actions:
+        if span.act is Act.BACKWARD:
+            count = slices.end(span.step) - slices.first(span.step)
+            seconds = (span.end - span.start) / count
+            begins = [span.start + index * seconds for index in range(count)]
+            ran += [Ran(*(start + seconds * part / 5 for part in range(5))) for start in begins]
+    saved = {
+        span.step: (span.start + span.end) / 2
+        for span in simulated.actions
+        if span.act is Act.EVALUATE and whole.saves(Unit("one", span.step, Phase.EVALUATE, 0, False))
+    }
+    spans = sorted(slices.spans(simulated.actions, ran, 0, saved), key=lambda span: span.start)
+    timeline = Timeline(tuple(spans), simulated.devices, simulated.lower_bound)
+    timeline.validate(fine)
+    assert Timeline.parse(timeline.text()) == timeline
+
+
+def test_slices_take_no_long_time() -> None:
+    assert Slices.of(plan(1000, 2), False).size == 6
+    assert Slices.of(plan(3, 2), False).size == 3
+    slow = TaskPlan("slow", (Shard(0, 0, 4, 1, 1, 1, 1, 1, 1, 0, 1.0, 2.0, 1.0),), 9, True)
+    assert Slices.of(slow, False).size == 1
+    # Where nothing else waits for a device.
+    assert Slices.of(plan(1000, 2), True).size == 1000
+    assert Slices.of(slow, True).size == 9

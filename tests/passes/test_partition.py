@@ -1,0 +1,532 @@
+"""Shards of a program: where it is cut, what fits, and that the parts are the program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Kind, Part, Program
+from hfusion.device.calibrate import Rates
+from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight, operators
+from hfusion.passes.partition.cut_shards import Partition, _between, _seconds, choose_cuts, cut, sharding, tightest
+from hfusion.passes.partition.match_cuts import match_cuts
+from hfusion.passes.partition.segments import Segments
+from hfusion.passes.partition.split_program import input_names, retarget_device, split
+from hfusion.schedule.plan import Shard, TaskPlan
+from tests import zoo
+from tests.lines import crossing, lines, need
+from tests.trained import Knotted, fused
+
+# Shards: the cut is the best there is, every shard fits, costs come from the shapes.
+RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9, calls=1e6)
+HUGE = 2**50
+
+
+def shards(program: Program, batch: int, budget: int, rates: Rates, optimizer_state: float = 2) -> tuple[Shard, ...]:
+    return sharding(program, batch, budget, rates, optimizer_state).shards
+
+
+def brute(plain: Line, budget: int, state: float) -> tuple[tuple[int, int] | None, int]:
+    """(bytes at the cuts, number of shards) of the best cut, and the smallest budget, of all ways to cut."""
+    count = len(plain.steps)
+    best, smallest = None, None
+    for number in range(count):
+        for cuts in combinations(range(1, count), number):
+            largest = max(need(plain, a, b, state) for a, b in pairwise((0, *cuts, count)))
+            smallest = largest if smallest is None else min(smallest, largest)
+            score = (sum(crossing(plain, index) for index in cuts), number + 1)
+            if largest <= budget and (best is None or score < best):
+                best = score
+    assert smallest is not None
+    return best, smallest
+
+
+@given(lines(), st.integers(0, 150), st.sampled_from([0, 1, 2, 0.5]))
+def test_the_cut_is_the_best_of_all(plain: Line, budget: int, state: float) -> None:
+    segments = Segments(plain, state)
+    best, smallest = brute(plain, budget, state)
+    cuts = cut(segments, budget)
+    assert (cuts is None) == (best is None)
+    if cuts is not None:
+        assert (sum(crossing(plain, index) for index in cuts), len(cuts) + 1) == best
+        assert all(need(plain, a, b, state) <= budget for a, b in pairwise((0, *cuts, len(plain.steps))))
+    least, first, last = tightest(segments)
+    assert least == smallest == need(plain, first, last, state)
+    assert cut(segments, least) is not None
+    assert cut(segments, least - 1) is None
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + x)
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward part, each with a skip."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Language(nn.Module):
+    """The embedding is also the output's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.layers = nn.Sequential(*[Layer(8) for _ in range(3)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.embedding(tokens)) @ self.embedding.weight.T
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(12, 12), nn.ReLU())], nn.Linear(12, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *[Block(4) for _ in range(4)], nn.Flatten(), nn.Linear(144, 3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (mlp, lambda n: torch.randn(n, 12)),
+    "cnn": (cnn, lambda n: torch.randn(n, 2, 6, 6)),
+    "transformer": (Language, lambda n: torch.randint(0, 13, (n, 5))),
+}
+
+
+def program_of(make: Callable[[], nn.Module], x: Any, members: int = 3) -> Program:
+    fused = hf.fuse([make() for _ in range(members)], verify=False)
+    fused(x)
+    return fused.report().parts[0].program
+
+
+def spilled(cut_shards: tuple[Shard, ...]) -> int:
+    return TaskPlan("t", cut_shards, 1, resident=False).device_bytes
+
+
+def smallest_budget(program: Program, batch: int) -> int:
+    with pytest.raises(PlanError) as caught:
+        shards(program, batch, 1, RATES)
+    match = re.search(r"would do is ([\d,]+) bytes", str(caught.value))
+    assert match is not None
+    return int(match[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_of_a_program(name: str) -> None:
+    make, data = MODELS[name]
+    program = program_of(make, data(4))
+    (whole,) = shards(program, 16, HUGE, RATES)
+    least, most = smallest_budget(program, 16), spilled((whole,))
+    counts, alive = [], []
+    for budget in (most, (most + least) // 2, (most + 3 * least) // 4, least):
+        cut_shards = shards(program, 16, budget, RATES)
+        assert spilled(cut_shards) <= budget
+        assert [shard.first for shard in cut_shards] == [0, *(shard.last for shard in cut_shards[:-1])]
+        assert cut_shards[-1].last == len(operators(program))
+        assert sum(shard.forward for shard in cut_shards) == pytest.approx(whole.forward)
+        assert sum(shard.backward for shard in cut_shards) == pytest.approx(whole.backward)
+        counts.append(len(cut_shards))
+        alive.append(sum(shard.boundary for shard in cut_shards))
+    assert counts == sorted(counts)
+    assert alive == sorted(alive)
+    assert counts[0] == 1
+    assert counts[-1] > 3
+
+
+class Sequenced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.LSTM(8, 16, num_layers=2, batch_first=True), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layers(x)[0])
+
+
+def mixed() -> nn.Module:
+    """Functions that keep their operand, their result, a mask, indices."""
+    norm = (nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 16), nn.SiLU(), nn.Dropout(0.1))
+    return nn.Sequential(*norm, nn.Linear(16, 16), nn.Tanh(), nn.MaxPool1d(2), nn.Linear(8, 4), nn.Softmax(-1))
+
+
+KEEPING = MODELS | {"lstm": (Sequenced, lambda n: torch.randn(n, 9, 8)), "mixed": (mixed, lambda n: torch.randn(n, 8))}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_activations_are_what_autograd_saves(name: str) -> None:
+    """Against what torch really keeps, storages counted once; the estimate may be above, not much below."""
+    make, data = KEEPING[name]
+    fused = hf.fuse([make() for _ in range(3)], verify=False)
+    fused(data(4))
+    array_storages = {t.untyped_storage().data_ptr() for t in (*fused.parameters(), *fused.buffers())}
+    saved_bytes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in array_storages:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = fused(data(32))
+    (program,) = (part.program for part in fused.report().parts)
+    (whole,) = shards(program, 32, HUGE, RATES)
+    assert result.requires_grad
+    assert 0.9 * sum(saved_bytes.values()) <= whole.activations <= 1.2 * sum(saved_bytes.values())
+
+
+def test_an_infeasible_budget_names_the_node_and_the_smallest_budget() -> None:
+    program = program_of(lambda: nn.Sequential(nn.Linear(4, 400), nn.ReLU(), nn.Linear(400, 4)), torch.randn(2, 4))
+    with pytest.raises(PlanError) as caught:
+        shards(program, 2, 1000, RATES)
+    text = str(caught.value)
+    assert re.search(r"program Sequential: no cut into shards fits 1,000 bytes; the smallest budget", text)
+    assert re.search(r"which node linear_shared_input\w* \(linear at \S+\.py:\d+\) needs: weights \d\d,\d+", text)
+    least = smallest_budget(program, 2)
+    assert spilled(shards(program, 2, least, RATES)) == least
+    with pytest.raises(PlanError, match="smallest budget"):
+        shards(program, 2, least - 1, RATES)
+
+
+def test_bad_arguments() -> None:
+    program = program_of(mlp, torch.randn(2, 12))
+    with pytest.raises(PlanError, match="batch is 0"):
+        shards(program, 0, HUGE, RATES)
+    with pytest.raises(PlanError, match="optimizer_state -1"):
+        shards(program, 2, HUGE, RATES, optimizer_state=-1)
+
+
+# Choosing cuts: the chosen partition fits, and no other candidate takes fewer seconds.
+RATES_CHOOSE_CUTS = Rates(flops=1.0, memory=9.0, load=2.0, evict=3.0, read=1.0, write=1.0, calls=1000.0)
+
+
+def choose_cuts_shards(segments: Segments, cuts: Sequence[int]) -> tuple[Shard, ...]:
+    return _between(segments, cuts, RATES_CHOOSE_CUTS)
+
+
+def chosen(segments: Segments, budget: int, *, keep: bool = True) -> Partition | None:
+    return choose_cuts(segments, budget, RATES_CHOOSE_CUTS, partial(choose_cuts_shards, segments), keep=keep)
+
+
+def seconds(segments: Segments, partition: Partition, budget: int) -> float:
+    return _seconds(
+        choose_cuts_shards(segments, partition.cuts),
+        partition.keeps_last,
+        budget,
+        RATES_CHOOSE_CUTS,
+        carried=segments.carried,
+    )
+
+
+@given(lines(), st.integers(0, 200), st.sampled_from([0, 2]), st.booleans(), st.booleans())
+def test_the_chosen_cuts_fit_and_beat_the_fewest_bytes(
+    plain: Line, budget: int, state: float, carried: bool, keep: bool
+) -> None:
+    segments = Segments(plain, state, carried)
+    partition, fewest = chosen(segments, budget, keep=keep), cut(segments, budget)
+    if partition is None:
+        assert fewest is None
+        return
+    plan = TaskPlan(
+        "t",
+        choose_cuts_shards(segments, partition.cuts),
+        2,
+        False,
+        accumulate=1 + carried,
+        keeps_last_shard=partition.keeps_last,
+    )
+    assert plan.device_bytes <= budget
+    assert keep or not partition.keeps_last
+    if fewest is not None:
+        assert seconds(segments, partition, budget) <= seconds(segments, Partition(fewest, False), budget)
+
+
+@given(lines(), st.integers(20, 200))
+def test_near_the_best_of_all_ways(plain: Line, budget: int) -> None:
+    segments = Segments(plain, 2)
+    partition = chosen(segments, budget)
+    if partition is None:
+        return
+    places = range(1, segments.count)
+    candidates = [
+        Partition(cuts, keeps_last)
+        for number in range(segments.count)
+        for cuts in combinations(places, number)
+        for keeps_last in (False, True)
+    ]
+    best = min(seconds(segments, candidate, budget) for candidate in candidates)
+    assert seconds(segments, partition, budget) <= 1.5 * best
+
+
+def layers(count: int, weight: int, compute: float) -> Segments:
+    """Equal layers one after the other."""
+    steps = tuple(OperatorCost(f"s{k}", compute, 2 * compute) for k in range(count))
+    values = tuple(Storage(1, k, k + 1) for k in range(count - 1))
+    return Segments(Line(steps, values, tuple(Weight(weight, (k,)) for k in range(count))), 2)
+
+
+def test_nothing_fits() -> None:
+    assert chosen(layers(3, 100, 1.0), 300) is None
+
+
+# The bytes of a run of steps as a shard: against its definition, and what is counted where.
+@given(lines(), st.sampled_from([0, 1, 2, 0.5]), st.booleans())
+def test_need_of_every_run(plain: Line, state: float, carried: bool) -> None:
+    segments = Segments(plain, state, carried)
+    for first in range(segments.count):
+        runs = [*segments.starting(first)]
+        assert [run.last for run in runs] == [*range(first + 1, segments.count + 1)]
+        assert [segments.need(first, run) for run in runs] == [need(plain, first, r.last, state, carried) for r in runs]
+        # Where a run is too large whatever its end, longer ones are not looked at.
+        least = [r.weights + r.optimizer + r.peak for r in runs]
+        assert all(run.floor <= min(least[k:]) for k, run in enumerate(runs))
+
+
+def test_a_skip_counts_at_every_cut_it_crosses() -> None:
+    steps = tuple(OperatorCost(f"s{k}") for k in range(4))
+    skip = Storage(10, 0, 3)
+    segments = Segments(Line(steps, (skip, Storage(3, 1, 2), Storage(1, 2, 3)), ()), 0)
+    assert segments.alive == (0, 10, 13, 11, 0)
+
+
+def test_values_that_pass_through_are_not_workspace() -> None:
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
+    segments = Segments(Line(steps, (Storage(100, 0, 2), Storage(5, 1, 1)), ()), 0)
+    middle = next(segments.starting(1))
+    assert middle.workspace == middle.peak == 5
+    assert segments.need(1, middle) == 205
+
+
+def test_a_tied_weight_counts_in_both_shards() -> None:
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
+    segments = Segments(Line(steps, (), (Weight(7, (0, 2)),)), 2)
+    assert [run.weights for run in segments.starting(0)] == [7, 7, 7]
+    assert [(run.weights, run.gradients, run.optimizer) for run in segments.starting(1)] == [(0, 0, 0), (7, 7, 14)]
+
+
+def test_the_gradients_of_a_cut_stay_while_the_backward_runs() -> None:
+    """One value is cut, the step before it works with much."""
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
+    segments = Segments(Line(steps, (Storage(100, 0, 1), Storage(7, 1, 2)), ()), 0)
+    assert [run.peak for run in segments.starting(0)] == [100, 107, 107]
+
+
+def test_values_that_are_saved_and_used_later_are_in_the_cut() -> None:
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
+    segments = Segments(Line(steps, (Storage(7, 0, 1, saved=0),), ()), 0)
+    assert [run.activations for run in segments.starting(0)] == [0, 7, 7]
+
+
+# The program of an evaluation is cut where the training has its tensors.
+class Tied(nn.Module):
+    """A layer that is used first and last, a view of a weight, and dropout between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.a(x).relu())
+        x = self.drop(x @ self.b.weight.t() + self.b.bias)
+        return self.a(self.c(x).relu())
+
+
+def program() -> Program:
+    fused = hf.fuse([Tied().eval() for _ in range(2)])
+    return fused.compiled(Arguments.of((torch.rand(3, 4),), {})).program
+
+
+NAMES = {f"{layer}.{kind}": f"{layer}.{kind}" for layer in "abc" for kind in ("weight", "bias")}
+
+
+def match_cuts_layers(*names: str) -> frozenset[str]:
+    return frozenset(key for key in NAMES if key[0] in names)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [match_cuts_layers("a", "b", "c")],
+        [match_cuts_layers("a", "b"), match_cuts_layers("a", "c")],
+        [match_cuts_layers("a"), match_cuts_layers("b"), match_cuts_layers("c", "a")],
+        [match_cuts_layers("a"), match_cuts_layers("b", "c"), frozenset(), match_cuts_layers("a")],
+        [match_cuts_layers("b"), match_cuts_layers("b")],
+    ],
+    ids=lambda held: str(len(held)),
+)
+def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
+    whole = program()
+    ends = match_cuts(whole, NAMES, held)
+    assert len(ends) == len(held)
+    assert sorted(ends) == ends
+    assert ends[-1] == len(operators(whole))
+    all_held = frozenset[str]().union(*held)
+    for part, shard_names in zip(split(whole, ends), held, strict=True):
+        assert {slot.name for slot in part.keys if slot.kind is Kind.PARAMETER} & all_held <= shard_names
+
+
+def test_nothing_moves_to_a_later_shard_without_need() -> None:
+    whole = program()
+    count = len(operators(whole))
+    assert match_cuts(whole, NAMES, [match_cuts_layers("a", "b", "c"), match_cuts_layers("a")]) == [count, count]
+
+
+def test_another_order_is_refused() -> None:
+    with pytest.raises(hf.PlanError, match=r"uses a\.\w+.* after tensors of later shards, .*hold the task whole"):
+        match_cuts(program(), NAMES, [match_cuts_layers("a"), match_cuts_layers("b", "c")])
+
+
+# A graph of one device runs on another.
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("name", ["recurrent", "encoder", "points"])
+def test_every_call_runs_where_its_tensors_are(name: str) -> None:
+    model = next(model for model in zoo.MODELS if model.name == name)
+    array = hf.fuse([model.make().double() for _ in range(2)], verify=False)
+    x = model.draw(3)
+    expected = array(x)
+    compiled = array.compiled(Arguments.of((x,), {}))
+    code = compiled.program.code
+    state = {**dict(array.named_parameters()), **dict(array.named_buffers()), **compiled.constants}
+    inputs = [state.get(slot.name, x) for slot in compiled.program.slots]
+    (output,) = retarget_device(code, META)(*(tensor.to(META) for tensor in inputs))
+    assert isinstance(expected, Tensor)
+    assert (output.device, output.shape) == (META, expected.shape)
+    assert torch.equal(code(*inputs)[0], retarget_device(code, x.device)(*inputs)[0])
+
+
+def test_a_graph_that_names_no_other_device_is_left_as_it_is() -> None:
+    array = hf.fuse([torch.nn.Linear(2, 2) for _ in range(2)])
+    code = array.compiled(Arguments.of((torch.rand(3, 2),), {})).program.code
+    assert retarget_device(code, META) is code
+
+
+# Parts of a program: run one after the other they are the program, wherever it is cut.
+X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+@cache
+def knotted() -> hf.FusedModule:
+    torch.manual_seed(0)
+    return fused(Knotted)
+
+
+def split_program_program_of(array: hf.FusedModule, x: Tensor) -> Program:
+    array(x)
+    (part,) = array.report().parts
+    return part.program
+
+
+def run(array: hf.FusedModule, program: Program, parts: tuple[Part, ...], *inputs: Any) -> Any:
+    """The flat outputs of the program, part by part; a part sees what it says it takes."""
+    state = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    values = dict(zip(input_names(program), inputs, strict=True))
+    torch.manual_seed(4)
+    for part in parts:
+        outputs = part.on(torch.device("cpu"))(
+            *(state[slot.name] for slot in part.keys), *(values[name] for name in part.takes)
+        )
+        values |= dict(zip(part.gives, outputs, strict=False))
+    return outputs, state
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 99])
+def test_the_parts_are_the_program(count: int) -> None:
+    array = knotted()
+    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    program = split_program_program_of(array, X)
+    array.load_state_dict(before)
+    total = len(operators(program))
+    ends = sorted({max(1, total * index // count) for index in range(1, count + 1)})
+    parts = split(program, ends)
+    torch.manual_seed(4)
+    (expected,), after = (array(X),), {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    array.load_state_dict(before)
+    (output,), state = run(array, program, parts, X)
+    assert torch.equal(output, expected)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, after[name]), name
+    assert parts[-1].gives == ()
+    _check_values(program, parts)
+
+
+def _check_values(program: Program, parts: tuple[Part, ...]) -> None:
+    """No weight crosses a cut; what a part gives is taken later; what it takes is given before."""
+    state_names = {slot.name for slot in program.slots if slot.kind is not Kind.INPUT}
+    assert {slot.name for part in parts for slot in part.keys} <= state_names
+    available = set(input_names(program))
+    for index, part in enumerate(parts):
+        assert set(part.takes) <= available
+        later = {name for after in parts[index + 1 :] for name in after.takes}
+        assert set(part.gives) <= later
+        assert not set(part.gives) & available
+        available |= set(part.gives)
+    buffers = {slot.name for slot in program.slots if slot.kind is Kind.BUFFER}
+    written = set().union(*(part.writes for part in parts))
+    assert written == {name for name in buffers if name.startswith("norm.")}
+
+
+class Viewed(nn.Module):
+    """Two uses of a view of a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.view(2, 3, 4).transpose(1, 2).unbind(0)
+        return torch.cat([x[:, :4] @ first, x[:, :4].sin() @ second, x[:, 4:]], 1)
+
+
+def test_views_of_weights_are_recomputed_in_each_part() -> None:
+    array = hf.fuse([Viewed(), Viewed()])
+    expected = array(X)
+    program = split_program_program_of(array, X)
+    total = len(operators(program))
+    for cut_index in range(1, total):
+        parts = split(program, [cut_index, total])
+        (output,), _ = run(array, program, parts, X)
+        assert torch.equal(output, expected)
+        for name in parts[0].gives:
+            assert name not in {"view", "transpose", "unbind"}
+        for part in parts:
+            assert {slot.name for slot in part.keys} <= {"weight"}
+
+
+@pytest.mark.parametrize("missing", [-1, 1])
+def test_shards_of_another_program(missing: int) -> None:
+    program = split_program_program_of(knotted(), X)
+    total = len(operators(program))
+    with pytest.raises(
+        PlanError, match=f"has {total} operators, but the shards given are of one with {total + missing}"
+    ):
+        split(program, [3, total + missing])

@@ -1,0 +1,593 @@
+"""When, by whom and how a step is compiled, and what comes of a compilation that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import hfusion as hf
+from hfusion.device.cache import read_sealed, write_sealed
+from hfusion.step import compile_scheduler, compiled_step, program_cache
+from hfusion.step.autotune import COMPILED, EAGER, VariantTimes
+from hfusion.step.compile_mode import CompileMode
+from hfusion.step.compile_payoff import CompileRecord, Worth, add_record
+from hfusion.step.compile_request import CompileRequest
+from hfusion.step.compiled_step import disagreement, shaken
+from hfusion.step.program_cache import NoProgram
+from hfusion.step.program_lifecycle import (
+    Compiling,
+    Deferred,
+    Due,
+    Eager,
+    Ended,
+    Event,
+    Failed,
+    InUse,
+    Postponed,
+    ProgramReady,
+    ProgramState,
+    Refused,
+    Requested,
+    next_state,
+)
+from hfusion.step.step_graph import StepGraph
+from hfusion.step.train_step import TrainStep
+from hfusion.torch_private.cpp_entry import entry_of
+from tests.step.test_blocks import autotune_advance, same
+from tests.step.test_blocks import made as made_in_parts
+from tests.step.test_train_step import needs_compiler
+
+# The states of a step's program, and which events lead from one to the next.
+PROGRAM, OTHER = cast(Any, "program"), cast(Any, "another program")
+PENDING = cast(Any, "pending")
+
+STATES: tuple[ProgramState, ...] = (
+    Eager(),
+    Eager("not yet"),
+    Compiling(PENDING),
+    Deferred(PROGRAM),
+    InUse(PROGRAM),
+    Refused("never"),
+)
+EVENTS: tuple[Event, ...] = (
+    Postponed("later"),
+    Requested(PENDING, True),
+    Ended(),
+    ProgramReady(OTHER),
+    ProgramReady(OTHER, due=False),
+    Due(),
+    Failed("broken"),
+    Failed("too slow", by_choice=True),
+)
+TABLE = """
+Eager() + Postponed(later): Eager(later)
+Eager() + Requested(pending, True): Compiling(pending, True)
+Eager() + ProgramReady(another program, True): InUse(another program)
+Eager() + ProgramReady(another program, False): Deferred(another program)
+Eager() + Failed(broken, False): Refused(broken, False)
+Eager() + Failed(too slow, True): Refused(too slow, True)
+Eager(not yet) + Postponed(later): Eager(later)
+Eager(not yet) + Requested(pending, True): Compiling(pending, True)
+Eager(not yet) + ProgramReady(another program, True): InUse(another program)
+Eager(not yet) + ProgramReady(another program, False): Deferred(another program)
+Eager(not yet) + Failed(broken, False): Refused(broken, False)
+Eager(not yet) + Failed(too slow, True): Refused(too slow, True)
+Compiling(pending, False) + Ended(): Eager()
+Deferred(program) + Due(): InUse(program)
+"""
+
+
+def text(value: object) -> str:
+    shown = [str(field) for field in vars(value).values() if field != ""]
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
+def after(state: ProgramState, event: Event) -> ProgramState | None:
+    try:
+        return next_state(state, event)
+    except ValueError:
+        return None
+
+
+def test_every_event_in_every_state() -> None:
+    outcomes = [(state, event, after(state, event)) for state in STATES for event in EVENTS]
+    lines = [f"{text(state)} + {text(event)}: {text(new)}" for state, event, new in outcomes if new is not None]
+    assert lines == TABLE.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), [(InUse(PROGRAM), ProgramReady(OTHER)), (Refused("never"), ProgramReady(OTHER))]
+)
+def test_an_event_that_cannot_come(state: ProgramState, event: Event) -> None:
+    with pytest.raises(ValueError, match=f"ProgramReady cannot come in the state {type(state).__name__}"):
+        next_state(state, event)
+
+
+# When a step is compiled whose number of steps is known.
+def unpaid(steps: int, ahead: int, cost: int) -> Worth:
+    return Worth(why=f"{steps} more steps take {ahead} s eagerly, and its compilation about {cost} s")
+
+
+@pytest.mark.usefixtures("_kept")
+def test_a_step_that_is_not_worth_it_is_eager_without_a_warning() -> None:
+    torch.manual_seed(0)
+    add_record(CompileRecord(1, False, False, 1000.0, 2.0))
+    add_record(CompileRecord(1, False, True, 1000.0, 2.0))
+    step = made(steps=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = advance(step, 6)
+    for actual, expected in zip(losses, advance(made(compile=False), 6), strict=True):
+        assert torch.equal(actual, expected)
+    (row,) = {str(row.why).partition(" more steps")[0] for row in step.report().rows}
+    assert row == "4"
+
+
+@pytest.mark.usefixtures("_kept")
+def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    remaining_steps: list[int] = []
+
+    def verdict(remaining: int, *others: Any) -> Worth:
+        remaining_steps.append(remaining)
+        return Worth() if remaining >= 8 else unpaid(remaining, 1, 9)
+
+    monkeypatch.setattr(compile_scheduler, "judge", verdict)
+    torch.manual_seed(0)
+    step = made(compile=None)
+    losses = [loss for count in (6, 2) for loss in advance(step, count)]
+    assert f"eager: {unpaid(4, 1, 9).why}" in str(step.report())
+    losses += advance(step, 3)
+    assert "program of" in str(step.report())
+    assert remaining_steps == [2, 4, 8]
+    plain = made(compile=False)
+    for actual, expected in zip(losses, [loss for n in (6, 2, 3) for loss in advance(plain, n)], strict=True):
+        torch.testing.assert_close(actual, expected)
+    # What is kept is not judged.
+    again = made(compile=None)
+    advance(again, 3)
+    assert "program of" in str(again.report())
+    assert remaining_steps == [2, 4, 8]
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True, "many"])
+def test_wrong_numbers_of_steps(steps: Any) -> None:
+    with pytest.raises(ValueError, match="give the number of steps"):
+        CompileMode.of(True, None, steps=steps)
+
+
+# Compiled steps are compared with eager ones, once, where ``compile=None`` leaves the choice.
+@needs_compiler
+@pytest.mark.parametrize("amp", [False, True])
+def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
+    """Measuring leaves nothing behind in the step that does it."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        compiled, eager = autotune_advance(made_in_parts()), autotune_advance(made_in_parts(compile=False))
+        assert not list(folder.glob("*-eager.json"))
+        first = made_in_parts(compile=None)
+        results = autotune_advance(first)
+        (path,) = folder.glob("*-eager.json")
+        seconds = json.loads(read_sealed(path))["seconds"]
+        assert set(seconds) == {COMPILED, EAGER}
+        wins = VariantTimes(seconds).eager_wins
+        # In eager steps members draw from seeds of their own where a program may follow.
+        assert first.compilations == 0
+        assert wins or same(results, compiled)
+
+        for variant in (COMPILED, EAGER):
+            write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 1.0, variant: 0.5}}).encode())
+            step = made_in_parts(compile=None)
+            trained = autotune_advance(step)
+            report = str(step.report())
+            if variant == COMPILED:
+                assert "measured: compiled 500 ms, eager 1e+03 ms" in report
+                assert same(trained, compiled)
+            else:
+                assert "eager: eager steps are faster on this machine: eager 500 ms, compiled 1e+03 ms" in report
+                assert same(trained, eager)
+
+
+@needs_compiler
+def test_whoever_wants_compiled_steps_gets_them(folder: Path) -> None:
+    autotune_advance(made_in_parts())
+    autotune_advance(made_in_parts(compile=None))
+    (path,) = folder.glob("*-eager.json")
+    write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 0.5}}).encode())
+    step = made_in_parts()
+    autotune_advance(step)
+    (row,) = step.report().rows
+    assert not row.how.startswith("eager")
+
+
+@needs_compiler
+def test_hooks_run_once_for_each_step(folder: Path) -> None:
+    autotune_advance(made_in_parts())
+    step, calls = made_in_parts(compile=None), []
+    step._fused.register_forward_hook(lambda *_: calls.append(1))
+    autotune_advance(step, 6)
+    assert len(calls) == 6
+    assert not list(folder.glob("*-eager.json"))
+
+
+# Steps that are compiled by another process.
+needs_groups = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs groups of processes")
+
+
+@pytest.fixture
+def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def made(**options: Any) -> TrainStep:
+    torch.manual_seed(0)
+    fused = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)) for _ in range(2)])
+    return hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), **options)
+
+
+def advance(step: TrainStep, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [4, 4, 6, 3, 4, 4][:count]
+    return [step(torch.randn(n, 4, generator=generator), torch.zeros(n, dtype=torch.long)) for n in sizes]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+def test_the_change_is_where_it_is_asked_for() -> None:
+    background, immediate, cached = (made(compile=mode, eager_steps=3) for mode in ("background", True, "background"))
+    eager = advance(made(compile=False), 6)
+    background_losses, direct, again = (advance(step, 6) for step in (background, immediate, cached))
+    for k in range(6):
+        assert torch.equal(background_losses[k], direct[k])
+        assert torch.equal(background_losses[k], again[k])
+        torch.testing.assert_close(background_losses[k], eager[k], rtol=1e-4, atol=1e-6)
+        assert k > 2 or torch.equal(background_losses[k], eager[k])
+    assert [step.compilations for step in (background, immediate, cached)] == [1, 0, 0]
+    assert str(background.report()) == str(immediate.report())
+    # Without eager_steps, it changes as soon as it can.
+    soon = made(compile="background")
+    advance(soon, 2)
+    assert soon.report().rows[0].how.startswith("one program")
+
+
+class Nothing(CustomGraphPass):
+    """A pass that changes no graph."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return "nothing"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize(
+    ("settings", "compilations"),
+    [
+        ({"epilogue_fusion": False, "cpp.cxx": (None, "g++", "clang++")}, [1, 0]),
+        ({"aot_inductor.metadata": {"AOTI_PLATFORM": "linux"}}, [1, 0]),
+        # A function cannot be handed to another process: the step is compiled in this one.
+        ({"post_grad_custom_post_pass": Nothing()}, [1, 1]),
+    ],
+    ids=["plain values", "left by an exported package", "function"],
+)
+def test_settings_of_inductor_reach_the_other_process(settings: dict[str, Any], compilations: list[int]) -> None:
+    with torch._inductor.config.patch(settings):
+        steps = [made(compile="background", eager_steps=1), made(compile=True)]
+        background_losses, direct = (advance(step, 3) for step in steps)
+    for k in range(3):
+        assert k == 0 or torch.equal(background_losses[k], direct[k])
+    assert [step.compilations for step in steps] == compilations
+    assert all("failed" not in str(step.report()) for step in steps)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+def test_an_error_is_told_and_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    step = made(compile="background", eager_steps=2)
+    with pytest.warns(UserWarning, match=r"in the background failed: .*; install a C\+\+ compiler"):
+        losses = advance(step, 4)
+    for actual, expected in zip(losses, advance(made(compile=False), 4), strict=True):
+        assert torch.equal(actual, expected)
+    assert "in the background failed" in str(step.report())
+
+
+def gone(process: int) -> bool:
+    """Return True if a process ends in time. A zombie, which has ended and was not waited for, counts as gone."""
+    for _ in range(600):
+        try:
+            os.kill(process, 0)
+            if re.search(r"^State:\s+Z", Path(f"/proc/{process}/status").read_text(), re.MULTILINE):
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def worker_of(step: TrainStep) -> int:
+    (pending,) = (variant.pending for variants in step._variants.values() for variant in variants)
+    assert pending is not None
+    return int(pending.job._process.pid)
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_a_killed_worker_is_reported_and_steps_go_on() -> None:
+    step = made(compile="background", eager_steps=2)
+    advance(step, 2)
+    os.kill(worker_of(step), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
+        advance(step, 3)
+    assert "in the background failed" in str(step.report())
+
+
+SCRIPT = """
+import sys, time
+from tests.step.test_compiling import advance, made, worker_of
+step = made(compile="background")
+advance(step, 2)
+print(worker_of(step), flush=True)
+if sys.argv[1] != "end":
+    time.sleep(100)
+"""
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_it_ends_with_the_process(how: str) -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        if how != "end":
+            process.send_signal(getattr(signal, how))
+        process.wait()
+    assert gone(worker)
+
+
+@pytest.mark.parametrize(
+    ("compile", "steps", "match"),
+    [
+        ("later", None, "compile is 'later': give None to compile where that pays"),
+        (1, None, "compile is 1"),
+        ("auto", None, "compile is 'auto'"),
+        (None, 3, "compile is None, which leaves open when steps change over"),
+        (False, 3, "no step will be compiled; omit it"),
+        (True, 0, "an integer from 1 on"),
+        ("background", 1.5, "an integer from 1 on"),
+        (True, True, "an integer from 1 on"),
+    ],
+)
+def test_wrong_arguments(compile: Any, steps: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        CompileMode.of(compile, steps)
+
+
+# Compiled steps on disk.
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A separate cache folder in which programs are kept."""
+    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "hfusion"
+
+
+def program_cache_made() -> TrainStep:
+    torch.manual_seed(0)
+    fused = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)) for _ in range(2)])
+    return hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
+
+
+def trained(step: TrainStep) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [4, 4, 6, 3]
+    return [step(torch.randn(n, 4, generator=generator), torch.zeros(n, dtype=torch.long)) for n in sizes]
+
+
+@needs_compiler
+def test_a_second_step_finds_what_the_first_has_compiled(folder: Path) -> None:
+    first, second = program_cache_made(), program_cache_made()
+    losses = [trained(first), trained(second)]
+    assert (first.compilations, second.compilations) == (1, 0)
+    assert str(first.report()) == str(second.report())
+    for expected, actual in zip(*losses, strict=True):
+        assert torch.equal(expected, actual)
+    programs = [path for path in folder.iterdir() if path.name.startswith("step-")]
+    assert {path.suffix for path in programs} == {".json", ".so"}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in programs)
+
+    # A library that was damaged is not loaded, but compiled again.
+    (library,) = (path for path in programs if path.suffix == ".so")
+    library.write_bytes(library.read_bytes()[:-1])
+    third = program_cache_made()
+    with pytest.warns(UserWarning, match="made anew"):
+        losses.append(trained(third))
+    assert third.compilations == 1
+    for expected, actual in zip(losses[0], losses[2], strict=True):
+        assert torch.equal(expected, actual)
+
+
+def compile_request() -> CompileRequest:
+    return CompileRequest({"forward": 1})
+
+
+@pytest.mark.parametrize("damage", ["others write", "not JSON", "code", "a link"])
+def test_a_file_that_is_not_believed(damage: str, folder: Path) -> None:
+    assert program_cache.find(compile_request()) is None
+    assert program_cache.keep(compile_request(), NoProgram("too many operators"))
+    assert program_cache.find(compile_request()) == NoProgram("too many operators")
+    (path,) = folder.glob("step-*.json")
+    if damage == "others write":
+        path.chmod(0o666)
+    elif damage == "not JSON":
+        program_cache.write_sealed(path, b"{")
+    elif damage == "code":
+        row = {"trained": [], "operators": [], "sizes": [], "code": "__import__('os')", "takes": 1, "library": ""}
+        program_cache.write_sealed(path, json.dumps({"programs": [row], "size": None, "kinds": [0]}).encode())
+    else:
+        path.rename(folder / "other")
+        path.symlink_to(folder / "other")
+    with pytest.warns(UserWarning, match="is made anew"):
+        assert program_cache.find(compile_request()) is None
+
+
+def test_a_key_of_other_circumstances(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {compile_request().key(program_cache.circumstances())}
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    keys.add(compile_request().key(program_cache.circumstances()))
+    monkeypatch.undo()
+    keys.add(compile_request().key(program_cache.circumstances()))
+    keys.add(CompileRequest({"forward": 2}).key(program_cache.circumstances()))
+    assert len(keys) == 3
+
+
+def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_cache, "MAX_FOLDER", 150)
+    for number in range(3):
+        program_cache.keep(CompileRequest({"forward": number}), NoProgram("x" * 20))
+        for path in folder.glob("step-*"):
+            os.utime(path, (path.stat().st_mtime - 100,) * 2)
+    assert program_cache.find(CompileRequest({"forward": 0})) is None
+    assert program_cache.find(CompileRequest({"forward": 2})) == NoProgram("x" * 20)
+
+
+# Compiled steps that cannot be called past torch's wrappers.
+Results = Callable[[list[Tensor]], list[Tensor]]
+
+
+def other_value(results: list[Tensor]) -> list[Tensor]:
+    results[1][1, 2] += 1
+    return results
+
+
+def other_strides(results: list[Tensor]) -> list[Tensor]:
+    return [results[0], results[1].transpose(1, 2).contiguous().transpose(1, 2), *results[2:]]
+
+
+def steps(count: int) -> tuple[list[Tensor], str]:
+    torch.manual_seed(0)
+    fused = hf.fuse([nn.Linear(4, 3) for _ in range(4)])
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
+    losses = [step(torch.ones(5, 4), torch.tensor([0, 1, 2, 1, 0])) for _ in range(count)]
+    return losses, str(step.report())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_value, r"[-\d.]+ instead of [-\d.]+ in the gradient of tensor 0, f32\[[24],3,4\] .*, at \[1, 2, 0\]"),
+        (other_strides, r"tensor 0 as f32\[[24],3,4\] of strides \[12, 1, 3\] instead of .* of strides \[12, 4, 1\]"),
+    ],
+)
+def test_what_differs_is_told_and_the_wrappers_are_used(
+    change: Results, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, report = steps(4)
+    assert "on 2 threads" in report
+
+    def changed(*arguments: Any) -> Any:
+        entry = entry_of(*arguments)
+        return entry and (lambda *tensors: change(list(entry(*tensors))))
+
+    monkeypatch.setattr(compiled_step, "entry_of", changed)
+    with pytest.warns(UserWarning, match=f"in one part, exact but slower: .* gives .*{message}; report it"):
+        losses, report = steps(4)
+    assert "in one part: its program is more than C++" in report
+    for loss, expected_loss in zip(losses, expected, strict=True):
+        torch.testing.assert_close(loss, expected_loss)
+
+
+# Mistakes of compiled programs are detected, and such programs are not used.
+class _Wrong(CustomGraphPass):
+    """A compiler that takes tanh for what is near it."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.tanh.default:
+                node.target = torch.ops.aten.erf.default
+
+    def uuid(self) -> Any:
+        return "wrong"
+
+
+def _steps(model: Callable[[], nn.Module], batch: Sequence[Tensor], count: int = 3) -> tuple[list[Tensor], str]:
+    torch.manual_seed(0)
+    fused = hf.fuse([model() for _ in range(2)])
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.01), compile=True)
+    return [step(*batch) for _ in range(count)], str(step.report())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_program_that_is_wrong_is_not_used(dtype: torch.dtype) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+
+    batch = torch.randn(6, 5, dtype=dtype), torch.tensor([0, 1, 2, 0, 1, 2])
+    expected, _ = _steps(model, batch)
+    message = r"WrongProgram: .* the losses, f\d\d\[2\] of norm [\d.]+, differs by"
+    with config.patch(post_grad_custom_post_pass=_Wrong()), pytest.warns(UserWarning, match=message):
+        losses, report = _steps(model, batch)
+    assert "eager" in report
+    for loss, expected_loss in zip(losses, expected, strict=True):
+        torch.testing.assert_close(loss, expected_loss)
+
+
+@needs_compiler
+def test_gradients_of_nothing_but_rounding_are_no_mistake() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 3))
+
+    torch.manual_seed(1)
+    _, report = _steps(model, (100 * torch.randn(64, 40), torch.randint(3, (64,))))
+    assert "program of" in report
+
+
+@pytest.mark.parametrize(("share", "wrong"), [(0.02, False), (0.2, True)])
+def test_one_relu_at_zero_is_no_mistake_and_more_than_it_is_one(share: float, wrong: bool) -> None:
+    # The difference of two rounded numbers is zero, or on either side of it.
+    def step(a: Tensor, b: Tensor) -> list[Tensor]:
+        return [torch.ones(1), torch.cat([torch.ones(99), 20 * 0.1 * ((a - b) > 0).float()])]
+
+    number = torch.tensor([1.2345])
+    graph = StepGraph(torch.fx.symbolic_trace(step), (0,), (number,), (number,))
+    for node, value in zip(graph.module.graph.nodes, (number, number), strict=False):
+        node.meta["val"] = value
+    generator = torch.Generator().manual_seed(0)
+
+    def nearby() -> list[Tensor]:
+        return [*graph.module(*shaken((number, number), generator)), number]
+
+    expected = [*graph.module(number, number), number]
+    outputs = [expected[0], expected[1] + torch.eye(100)[99] * 100 * share, number]
+    message = disagreement(graph, outputs, expected, nearby)
+    assert ("the gradient of tensor 0" in message) == wrong
+    other = [expected[0] + 0.1, *outputs[1:]]
+    assert "the losses" in disagreement(graph, other, expected, nearby)

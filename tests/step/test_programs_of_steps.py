@@ -1,0 +1,532 @@
+"""Steps as programs: traced, compiled member by member, recorded, and with checks that raise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound_program import BoundProgram, Location
+from hfusion.core.row_indices import blocks_of
+from hfusion.step import block_partition, compile_limits
+from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram, scalars_of
+from hfusion.step.recorded_step import Record, RecordedStep, Work
+from hfusion.step.step_graph import StepCall, Tensors, trace, trace_rows, written_inputs
+from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
+from tests.zoo import MODELS, Model, normal
+
+# The traced step, run as it is: what inductor is given must be the eager step already.
+EPS = 1e-4
+
+
+class Shared(nn.Module):
+    """A frozen base that is one object in all members, and a slope of each member's own."""
+
+    base = nn.Linear(4, 6).double().requires_grad_(False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Shared.base
+        self.head = nn.Linear(6, 3)
+        self.act = nn.LeakyReLU(float(torch.rand(())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.base(x)))
+
+
+class Partly(nn.Module):
+    """A parameter without a gradient, one that is frozen, and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.twin = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.twin(self.twin(x)) + self.scale, self.frozen(x * self.scale)
+
+
+# Not "branching", which runs member by member.
+TRACED = [
+    *(model for model in MODELS if model.name != "branching"),
+    Model("shared", Shared, normal(4)),
+    Model("partly", Partly, normal(4)),
+]
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    """A loss that reaches every output, one number."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([(leaf.sin() * (k + 1)).mean() for k, leaf in enumerate(leaves)]).sum() * target.mean()
+
+
+def arrays(model: Model, count: int) -> tuple[hf.FusedModule, hf.FusedModule]:
+    """Two arrays of the same members."""
+    torch.manual_seed(count)
+    models = [model.make().double() for _ in range(count)]
+    return hf.fuse(models), hf.fuse(models, verify=False)
+
+
+def adam(fused: hf.FusedModule) -> hf.optim.Adam:
+    return hf.optim.Adam(fused.parameters(), lr=[0.01 * (b + 1) for b in range(len(fused))], eps=EPS)
+
+
+def eager(fused: hf.FusedModule, loss: Any, opt: Any, x: Any, target: Any) -> Tensor:
+    opt.zero_grad()
+    losses = loss(fused(x), target)
+    losses.sum().backward()
+    opt.step()
+    return losses.detach()
+
+
+def close(actual: Tensor, expected: Tensor, label: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, msg=lambda m: f"{label}: {m}")
+
+
+def compare(module: nn.Module, reference: nn.Module, when: str) -> None:
+    expected = reference.state_dict()
+    for name, tensor in module.state_dict().items():
+        close(tensor, expected[name], f"{name} {when}")
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad is None) == (grads[name] is None), f"gradient of {name} {when}"
+        if parameter.grad is not None:
+            assert parameter.grad.is_contiguous()
+            close(parameter.grad, grads[name], f"gradient of {name} {when}")
+
+
+def sources(fused: hf.FusedModule, loss: Any, call: StepCall, outputs: Any) -> tuple[BoundProgram, BoundProgram]:
+    return BoundProgram.of(fused.find(call.inputs), fused), loss.find_program(outputs, *call.target.values)
+
+
+def places(fused: hf.FusedModule) -> tuple[Location, ...]:
+    return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
+
+
+def whole(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> FusedStep:
+    graph = trace(*programs, call)
+    return FusedStep(graph, graph.module, Tensors.of(*programs), places(fused))
+
+
+def each(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
+    blocks = [scalars_of(*programs, rows) for rows in blocks_of(len(fused), 1)]
+    kinds = list(dict.fromkeys(blocks))
+    starts = [blocks.index(kind) for kind in kinds]
+    graphs = tuple(trace_rows(*programs, call, range(start, start + 1)) for start in starts)
+    runs = tuple(graph.module for graph in graphs)
+    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*programs), places(fused))
+
+
+# Each model in both ways and with both kinds of inputs, and each way with both: two of the four for each model.
+PAIRS = [
+    pytest.param(model, kind == "stacked", make_step, id=f"{model}-{kind}-{make_step.__name__}")
+    for index, model in enumerate(TRACED)
+    for kind, make_step in zip(("shared", "stacked"), (whole, each)[:: 1 - index % 2 * 2], strict=True)
+]
+
+
+@pytest.mark.parametrize(("model", "per_member", "make_step"), PAIRS)
+def test_five_steps_of_the_graph(model: Model, per_member: bool, make_step: Any) -> None:
+    fused, reference = arrays(model, 3)
+    loss, opt, other = hf.per_model(loss_of), adam(fused), adam(reference)
+    program: StepProgram | None = None
+    for step, size in enumerate([4, 4, 3, 5, 3]):
+        rows = [model.draw(size) for _ in range(3)] if per_member else model.draw(size)
+        x, target = hf.stacked(rows) if per_member else rows, torch.rand(size, dtype=torch.float64)
+        expected = eager(reference, loss, other, x, target)
+        call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
+        if program is None:
+            losses = eager(fused, loss, opt, x, target)
+            with torch.no_grad():
+                outputs = reference(x)
+            loss(outputs, target)
+            reference.load_state_dict(fused.state_dict())
+            program = make_step(fused, sources(fused, loss, call, outputs), call)
+        else:
+            assert program.fits(call)
+            losses = program.step(call)
+            opt.step()
+        close(losses, expected, f"losses at step {step}")
+        compare(fused, reference, f"after step {step}")
+
+
+def test_sizes_that_fit() -> None:
+    """Inputs and target of one size, which is open."""
+    model = TRACED[0]
+    fused, _ = arrays(model, 2)
+    loss = hf.per_model(lambda output, target: ((output.mean(1) - target) ** 2).mean())
+    x, target = model.draw(4), torch.rand(4, dtype=torch.float64)
+    outputs = fused(x)
+    loss(outputs, target)
+    call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
+    graph = trace(*sources(fused, loss, call, outputs), call)
+    for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
+        assert graph.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda a, b: a * b, set()),
+        (lambda a, b: a.add_(b), {0}),
+        (lambda a, b: b[0].mul_(2) + a[0], {1}),
+        (lambda a, b: torch._foreach_add_([a, b], 1), {0, 1}),
+        (lambda a, b: torch.mul(a, 2, out=b), {1}),
+    ],
+    ids=["none", "whole", "view", "list", "out"],
+)
+def test_inputs_that_a_graph_writes(run: Any, expected: set[int]) -> None:
+    assert written_inputs(make_fx(run)(torch.ones(2, 2), torch.ones(2, 2)).graph) == expected
+
+
+# Steps that are compiled member by member, against the eager loop of hfusion.
+class Sloped(nn.Module):
+    """An activation whose slope is one of two, so that it runs member by member; buffers, and a base that all share."""
+
+    shared = nn.Linear(4, 4).double()
+    instances = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Sloped.instances += 1
+        self.base, self.norm, self.head = Sloped.shared, nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.slope = (0.1, 0.3)[Sloped.instances % 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.leaky_relu(self.norm(self.base(x)), self.slope)
+        return self.head(F.leaky_relu(F.leaky_relu(h, self.slope), self.slope))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, each of whose calls is many operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.RNN(4, 3, num_layers=2, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+@needs_compiler
+def test_member_by_member() -> None:
+    """Loops over many members: one program per kind of member."""
+    model = Model("sloped", Sloped, normal(4))
+    fused, reference = arrays(model, 12)
+    # One rate: the base is trained, and the same for all.
+    opt, other = (hf.optim.Adam(array.parameters(), lr=0.01, eps=1e-4) for array in (fused, reference))
+    comparison = Pair(hf.train_step(fused, loss_of, opt, compile=True), fused, reference, hf.per_model(loss_of), other)
+    for step, size in enumerate([4, 4, 3, 3, 5]):
+        comparison.advance(*batch(model, size), f"after step {step}")
+    rows = comparison.step.report().rows
+    assert "2 programs of" in rows[0].how
+    assert "called once per member" in rows[0].how
+    assert comparison.step.compilations == 2
+
+
+@needs_compiler
+def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls, as of a recurrent layer, may be many operators."""
+    monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 130)
+    model = Model("sloped", Sloped, normal(4))
+    fused, _ = arrays(model, 6)
+    step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
+    for _ in range(2):
+        step(*batch(model, 4))
+    assert "called once per member" in step.report().rows[0].how
+
+
+@needs_compiler
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_of_one_where_more_members_are_too_large(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: int
+) -> None:
+    # What is refused here is not to be found by others.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 300)
+    model = Model("recurrent", Recurrent, normal(2, 4))
+    comparison = pair(model, compile=True, count=4, parts=parts)
+    for step in range(3):
+        comparison.advance(*batch(model, 4), f"after step {step}")
+    assert "called once per member" in comparison.step.report().rows[0].how
+
+
+# Recorded steps against the eager loop of hfusion.
+CPU = torch.device("cpu")
+
+
+def replaying(array: hf.FusedModule, records: list[None]) -> Record:
+    """Does on a CPU what a CUDA graph does: at first nothing, then the work again, into the same memory.
+
+    Counts in ``records``.
+    """
+
+    def record(work: Work) -> Any:
+        records.append(None)
+        before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+        losses = work()
+        params = list(array.parameters())
+        grads = [param.grad for param in params]
+        array.load_state_dict(before)
+
+        def replay() -> None:
+            losses.copy_(work())
+            for grad, param in zip(grads, params, strict=True):
+                if grad is not None and param.grad is not None:
+                    grad.copy_(param.grad)
+
+        losses.fill_(torch.nan)
+        return replay, losses
+
+    return record
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[None]]:
+    """A pair whose step is recorded, and an entry for every time that it was."""
+    comparison, records = pair(TINY, compile=True), list[None]()
+    monkeypatch.setattr(
+        block_partition, "recorded", lambda program: RecordedStep(program, CPU, replaying(comparison.ours, records))
+    )
+    return comparison, records
+
+
+def advance(comparison: Pair, sizes: list[int]) -> None:
+    for number, size in enumerate(sizes):
+        comparison.advance(*batch(TINY, size), f"after step {number}")
+
+
+def row(comparison: Pair) -> str:
+    return str(comparison.step.report().rows[0])
+
+
+@needs_compiler
+def test_equals_eager_for_batches_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison, records = recorded(monkeypatch)
+    advance(comparison, [4, 4, 4, 3, 4, 3, 3, 4])
+    assert row(comparison).endswith("recorded and replayed as one")
+    assert len(records) == 2
+    assert len(comparison.step._maker.programs()) == 1
+
+
+@needs_compiler
+def test_losses_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison, _ = recorded(monkeypatch)
+    losses = [comparison.step(*batch(TINY, 4)) for _ in range(5)]
+    assert not any(torch.equal(a, b) for a, b in pairwise(losses))
+
+
+@needs_compiler
+def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison, records = recorded(monkeypatch)
+    advance(comparison, [4, 4, 4])
+    for param in comparison.ours.parameters():
+        param.data = param.data.clone()
+    advance(comparison, [4, 4, 4])
+    assert len(records) == 2
+
+
+@needs_compiler
+def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(array: hf.FusedModule) -> Record:
+        def record(work: Work) -> Any:
+            work()
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        return record
+
+    # What is refused must not have run; only its gradients are there.
+    comparison = pair(TINY, compile=True)
+    for array in (comparison.ours, comparison.theirs):
+        array.eval()
+    monkeypatch.setattr(
+        block_partition, "recorded", lambda program: RecordedStep(program, CPU, refused(comparison.ours))
+    )
+    advance(comparison, [4, 4, 4, 3])
+    assert row(comparison).endswith("not recorded: RuntimeError: operation not permitted when stream is capturing")
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_where_nothing_can_be_recorded_the_report_says_why(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On a device without graphs, and where batches lie elsewhere than the array."""
+    comparison, records, why = pair(TINY, compile=True), list[None](), "torch records no graphs on xpu"
+    record = why if device == "cpu" else replaying(comparison.ours, records)
+    where = torch.device(device)
+    monkeypatch.setattr(block_partition, "recorded", lambda program: RecordedStep(program, where, record))
+    advance(comparison, [4, 4])
+    assert not records
+    assert row(comparison).endswith(
+        f"not recorded: {why if device == 'cpu' else 'the batch lies on cpu, the array on meta'}"
+    )
+
+
+@pytest.mark.gpu
+def test_equals_eager_on_a_gpu() -> None:
+    def member() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double().cuda()
+
+    models = [member() for _ in range(3)]
+    fused, reference = hf.fuse(models), hf.fuse(models)
+    # The gradient of the first bias, before a BatchNorm, is rounding, which a smaller eps would let through.
+    opt, other = (hf.optim.Adam(array.parameters(), lr=[0.1, 0.01, 0.001], eps=1e-4) for array in (fused, reference))
+    train_step = hf.train_step(fused, loss_of, opt, compile=True)
+    comparison = Pair(train_step, fused, reference, hf.per_model(loss_of), other)
+    for number, size in enumerate([4, 4, 4, 3, 4, 3, 5]):
+        x, target = (tensor.double().cuda() for tensor in (torch.randn(size, 4), torch.rand(size)))
+        comparison.advance(x, target, f"after step {number}")
+    assert row(comparison).endswith("recorded and replayed as one")
+
+
+@pytest.mark.gpu
+def test_draws_differ_at_every_replay() -> None:
+    fused = hf.fuse([nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda() for _ in range(2)])
+    train_step = hf.train_step(fused, _mean, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
+    x, target = torch.ones(8, 4, device="cuda"), torch.zeros(8, device="cuda")
+    draws = [train_step(x, target).cpu() for _ in range(5)]
+    assert all(not torch.equal(a, b) for a, b in pairwise(draws))
+    assert all(losses.isfinite().all() for losses in draws)
+
+
+def _mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output.squeeze(-1) - target).square().mean()
+
+
+# Checks that only raise, in compiled steps: a step is one program, and raises what the members raise.
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm(self.fc(x))
+        if (self.fc.bias > 100).any():
+            raise ValueError(f"the bias is {self.fc.bias.max():.0f}")
+        return h
+
+
+def checked_loss(y: Tensor, target: Tensor) -> Tensor:
+    if (target < 0).any():
+        raise ValueError("a negative target")
+    return F.mse_loss(y, target)
+
+
+def check_step(step: Callable[..., Tensor], models: list[Checked], x: Tensor, target: Tensor) -> None:
+    expected = []
+    for model in models:
+        model.zero_grad()
+        loss = checked_loss(model(x), target)
+        loss.backward()
+        expected.append(loss.detach())
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(step(x, target), torch.stack(expected))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_with_checks_is_compiled_and_raises_as_a_member(parts: int) -> None:
+    models = [Checked() for _ in range(4)]
+    fused, alone = hf.fuse(models), copy.deepcopy(models)
+    step = hf.train_step(fused, checked_loss, hf.optim.SGD(fused.parameters(), lr=0.1), parts=parts, compile=True)
+    x, target = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 3, dtype=torch.float64)
+    for _ in range(3):
+        check_step(step, alone, x, target)
+    assert "program of" in str(step.report())
+    before = {name: tensor.detach().clone() for name, tensor in fused.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^a negative target$"):
+        step(x, -target)
+    for name, parameter in fused.named_parameters():
+        assert torch.equal(parameter, before[name])
+    fused.load_state_dict(before)
+    with torch.no_grad():
+        fused.fc.bias[2] += 200  # type: ignore[union-attr, index, operator]
+    with pytest.raises(ValueError, match=r"^the bias is (199|200|201)$"):
+        step(x, target)
+    # The members before the one that raises have run, as in a loop over them.
+    changed = (fused.norm.num_batches_tracked != before["norm.num_batches_tracked"]).tolist()  # type: ignore[union-attr]
+    assert changed == [True, True, True, False]
+    fused.load_state_dict(before)
+    check_step(step, alone, x, target)
+    assert "eager" not in str(step.report())
+
+
+# Compiled steps of operators that put a part of a tensor into it.
+PUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "index_add": lambda y: y.index_add(1, torch.tensor([1, 1, 3]), y[:, :3]),
+    "index_copy": lambda y: y.index_copy(1, torch.tensor([1, 2, 3]), y[:, :3]),
+    "index_put": lambda y: y.index_put((torch.tensor([1, 2, 2]),), y[:3], accumulate=True),
+    "slice_scatter": lambda y: y.slice_scatter(y[:, :-1], 1, 1, 6),
+    "select_scatter": lambda y: y.t().select_scatter(y[0], 0, 1).t() + y.select_scatter(y[:, 2], 1, 0),
+    "diagonal_scatter": lambda y: y.diagonal_scatter(y[0]),
+}
+
+
+class Puts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # One each, since a tensor that is used later is not written to.
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in PUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([put(layer(x)).sin() for put, layer in zip(PUTS.values(), self.layers, strict=True)], 1)
+
+
+def aliased_writes_loss_of(out: Tensor, target: Tensor) -> Tensor:
+    return (out.sum(1) - target).square().mean()
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 2])
+def test_values_are_read_before_they_are_overwritten(count: int) -> None:
+    torch.manual_seed(0)
+    members = [Puts().double() for _ in range(count)]
+    fused = hf.fuse(copy.deepcopy(members))
+    step = hf.train_step(fused, aliased_writes_loss_of, hf.optim.SGD(fused.parameters(), lr=0.01), compile=True)
+    x, target = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    alone = [torch.optim.SGD(member.parameters(), lr=0.01) for member in members]
+    for _ in range(3):
+        losses = step(x, target)
+        for row, (member, optimizer) in enumerate(zip(members, alone, strict=True)):
+            optimizer.zero_grad()
+            loss = aliased_writes_loss_of(member(x), target)
+            loss.backward()
+            optimizer.step()
+            torch.testing.assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-12)
+    assert "program" in str(step.report())
+
+
+# A step whose optimizer has none of its array's parameters any more says so; `fully_shard` is in tests/cluster.
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_parameters_that_were_replaced(compiled: bool) -> None:
+    fused = hf.build(lambda: nn.Linear(4, 3), seeds=range(3))
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compiled)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    for _ in range(3):
+        step(x, y)
+    assert ("program" in step.report().rows[0].how) is compiled
+    for name, param in list(fused.named_parameters()):
+        setattr(fused, name, nn.Parameter(param.detach().clone()))
+    before = [param.detach().clone() for param in fused.parameters()]
+    with pytest.raises(hf.FusionError, match="the parameters of the fused Linear were replaced after train_step was"):
+        step(x, y)
+    assert all(map(torch.equal, before, fused.parameters()))
+
+
+def test_frozen_parameters_were_not_replaced() -> None:
+    fused = hf.build(lambda: nn.Linear(4, 3), seeds=range(3))
+    optimizer = hf.optim.SGD([fused.weight], lr=0.1)
+    step = hf.train_step(fused, F.cross_entropy, optimizer, compile=False)
+    fused.weight.requires_grad_(False)
+    assert step(torch.randn(5, 4), torch.randint(3, (5,))).shape == (3,)
