@@ -244,29 +244,6 @@ def test_refuses(fn: Callable[..., Any], kind: type[Exception], message: str) ->
     equal(fused, models, rtol=0)
 
 
-def test_refuses_what_members_share() -> None:
-    shared = nn.Linear(3, 3)
-    shared.requires_grad_(False)
-    fused = hf.fuse([nn.Sequential(nn.Linear(3, 3), shared) for _ in range(3)])
-    value = torch.zeros(3)
-    with pytest.raises(hf.FusionError, match=r"1\.weight"):
-        hf.each(lambda params, grads: {"0.weight": params["1.weight"].zero_()})(fused)
-    with pytest.raises(hf.FusionError, match=r"1\.weight"):
-        hf.each(lambda params, grads: {"1.weight": params["0.weight"]})(fused)
-    with pytest.raises(hf.FusionError, match="argument"):
-        hf.each(lambda params, grads, x: {"0.bias": x.add_(params["0.bias"])})(fused, value)
-    with pytest.raises(ValueError, match="2 values for 3 members"):
-        hf.each(lambda params, grads, x: None)(fused, hf.stacked(torch.zeros(2, 3)))
-    hf.each(lambda params, grads: {"0.weight": params["1.weight"]})(fused)
-    assert torch.equal(fused[1].get_parameter("0.weight"), shared.weight)
-    with pytest.raises(ValueError, match="expects a function"):
-        hf.each(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got list"):
-        hf.each(unit_norm)([nn.Linear(3, 3)])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rows are 0 to 2"):
-        hf.each(unit_norm)(fused, rows=[3])
-
-
 @hf.each
 def decorated(params: Tensors, grads: Tensors) -> None:
     """Zero biases."""

@@ -121,22 +121,6 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert elsewhere.load != 123.0
 
 
-@pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("kind", ["compute", "moving"])
-@pytest.mark.parametrize("damage", ["", "[]", '{"machine": {}}', "null"])
-def test_a_damaged_calibration_is_measured_anew(
-    damage: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
-    machine.calibrate()
-    path = kept(kind)
-    path.write_text(damage)
-    rates = machine.calibrate()["cpu"]
-    assert rates_in(path).items() <= asdict(rates).items()
-    assert len(list(cache_folder().iterdir())) == 2
-
-
 @pytest.mark.usefixtures("measured", "two_threads")
 def test_a_busy_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -155,20 +139,6 @@ def test_a_busy_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.Monk
     torch.set_num_threads(1)
     calibrate.calibrate(cpu, tmp_path)
     assert kept("compute").exists()
-
-
-@pytest.mark.usefixtures("measured")
-def test_lowerings_are_chosen_by_the_rates_of_this_machine_which_are_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        rates = compute_rates(CPU)
-    assert asdict(rates) == {"device": "cpu", "kinds": {}, **rates_in(kept("compute"))}
-    calibrated = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()["cpu"]
-    assert asdict(rates).items() <= asdict(calibrated).items()
-    kept("compute").unlink()
-    assert compute_rates(CPU) == rates
 
 
 def test_standard_rates_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

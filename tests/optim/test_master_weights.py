@@ -191,39 +191,6 @@ def test_weights_that_are_written_count() -> None:
         assert torch.equal(weight, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_members_of_a_population_keep_their_own(dtype: torch.dtype) -> None:
-    """They join, are copied and leave, as in populations of those members alone."""
-    batches = [batch(dtype) for _ in range(9)]
-
-    def population(members: list[nn.Module]) -> hf.Population:
-        def make(params: Any) -> hf.optim.FusedOptimizer:
-            return hf.optim.AdamW(params, lr=1e-3, eps=1e-4, master_weights=True)
-
-        return hf.Population(members, optimizer=make, loss=F.mse_loss, compile=False)
-
-    pop = population(models(3, dtype))
-    new = models(5, dtype)[4]
-    alone = [population([model]) for model in [*models(3, dtype), copy.deepcopy(new)]]
-    for x, y in batches[:3]:
-        pop.step(x, y)
-        for single in alone[:3]:
-            single.step(x, y)
-    pop.stop([1])
-    pop.start([1], [new])
-    pop.copy([0], [2])
-    pairs = [(0, alone[0]), (1, alone[3]), (2, copy.deepcopy(alone[0]))]
-    for x, y in batches[3:]:
-        pop.step(x, y)
-        for _, single in pairs:
-            single.step(x, y)
-    trained, tolerance = pop.models, {"rtol": 0.02, "atol": 0.002}
-    for row, single in pairs:
-        for actual, expected in zip(trained[row].parameters(), single.models[0].parameters(), strict=True):
-            torch.testing.assert_close(actual, expected, **tolerance)
-            assert (actual != expected).float().mean() < 0.05
-
-
 def test_a_grad_scaler_skips_members() -> None:
     fused = hf.fuse(models(2, torch.float16))
     optimizer = hf.optim.Adam(fused.parameters(), lr=0.01, master_weights=True)

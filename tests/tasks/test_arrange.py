@@ -131,13 +131,6 @@ def test_a_plan_of_more_tasks_or_other_devices() -> None:
             hf.train(tasks[:1], machine(), plan=hf.plan(planned, on))
 
 
-def test_a_plan_for_more_memory() -> None:
-    with pytest.raises(
-        PlanError, match=r"takes 2,097,152 bytes of device 'cpu:0', which has 1,048,576: make a new plan"
-    ):
-        hf.train(task(), machine(memory="1MiB"), plan=hf.plan(task(), machine(memory="2MiB")))
-
-
 @pytest.mark.parametrize("call", [hf.plan, hf.train])
 def test_other_types_for_machine_or_plan_are_refused(call: Callable[..., Any]) -> None:
     for value in (3, "cpu", hf.Device("cpu", memory="1GiB")):
@@ -217,23 +210,3 @@ def fits(planned: Callable[[int], object], budget: int) -> bool:
     except PlanError:
         return False
     return True
-
-
-def test_larger_minibatches_to_evaluate_are_planned_for() -> None:
-    """By fewer members or more shards; where that does not do, it is an error before anything is trained."""
-    wide = [nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)) for _ in "ab"]
-
-    def planned(samples: int, memory: int) -> TaskPlan:
-        judged = [(torch.ones(samples, 3), torch.zeros(samples, dtype=torch.int64))]
-        hf_task = task(models=wide, eval_loader=judged)
-        return hf.plan(hf_task, hf.Machine([hf.Device("cpu", memory=memory)])).tasks[0]
-
-    small, large = planned(2, 1 << 30), planned(2000, 1 << 30)
-    assert (small.growth, small.resident) == (1.0, True)
-    assert large.growth == pytest.approx(1000)
-    assert large.device_bytes > 2 * 2000 * 64 * 4
-    assert large.step_seconds > small.step_seconds
-    narrow = planned(2000, large.device_bytes - 1)
-    assert (narrow.resident, narrow.width) != (True, 2)
-    with pytest.raises(PlanError, match=r"to evaluate a minibatch of 200000 samples needs [\d,]+ bytes .* eval_loader"):
-        planned(200_000, large.device_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,28 +117,6 @@ def test_each_member_is_scheduled_as_alone(name: str, interval: str) -> None:
             assert last != rate
             for param, expected in zip(members[row], params, strict=True):
                 torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("interval", ["epoch", "step"])
-@pytest.mark.parametrize("name", ["SequentialLR", "of each member"])
-def test_a_run_with_a_scheduler_goes_on_bit_for_bit(name: str, interval: str, tmp_path: Path) -> None:
-    class CutError(Exception):
-        pass
-
-    def ends(result: Any) -> list[int]:
-        if isinstance(result, hf.Step) and (result.epoch, result.step) == cut:
-            raise CutError
-        return [1] if isinstance(result, hf.Step) and (result.epoch, result.step) == (1, 1) else []
-
-    cut = (-1, -1)
-    expected = trained(name, interval, 1, True, on_result=ends)
-    for at in ((0, 2), (1, 2), (3, 0)):
-        cut = at
-        with pytest.raises(hf.TrainError, match="CutError"):
-            trained(name, interval, 1, True, shards=1, on_result=ends, checkpoint=tmp_path, every=1)
-    cut = (-1, -1)
-    actual = trained(name, interval, 1, True, on_result=ends, checkpoint=tmp_path, every=1)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_members_of_several_arrays_have_their_own() -> None:

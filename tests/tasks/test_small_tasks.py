@@ -53,25 +53,6 @@ def machine(memory: str = "1MiB") -> hf.Machine:
     return hf.Machine([hf.Device("cpu", memory=memory)], "1GiB")
 
 
-def plain(number: int, width: int = 6, clip_norm: float | None = None, accumulate: int = 1) -> tuple[Tensor, Tensor]:
-    """The losses and the parameters of a loop over the fused array."""
-    fused = hf.fuse(models(width, number))
-    optimizer, loss = hf.optim.Adam(fused.parameters(), lr=RATES), hf.per_model(F.cross_entropy)
-    torch.manual_seed(number)
-    losses = []
-    for _ in range(EPOCHS):
-        for step, (x, y) in enumerate(batches(number)):
-            losses.append(loss(fused(x), y))
-            (losses[-1].sum() / accumulate).backward()
-            if (step + 1) % accumulate and step + 1 < STEPS:
-                continue
-            if clip_norm is not None:
-                hf.optim.clip_grad_norm_(fused.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-    return torch.stack(losses).detach(), torch.cat([p.detach().flatten() for p in fused.parameters()])
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     capture, plan = compiled_program._captured, array_plan.shards_at
@@ -87,18 +68,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(compiled_program, "_captured", captured)
     monkeypatch.setattr(array_plan, "shards_at", planned)
     return counts
-
-
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"])
-def test_tasks_of_one_shape_train_as_alone(options: dict[str, Any]) -> None:
-    tasks = [task(number, **options) for number in range(COUNT)]
-    report = hf.train(tasks, machine())
-    for number in range(COUNT):
-        losses, parameters = plain(number, **options)
-        task_report = report[f"task-{number}"]
-        assert torch.equal(task_report.losses, losses)
-        array = hf.fuse(task_report.models)
-        assert torch.equal(torch.cat([p.detach().flatten() for p in array.parameters()]), parameters)
 
 
 def test_a_shape_is_captured_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,39 +156,6 @@ def _plain(module: hf.FusedModule, loader: Any) -> list[Tensor]:
     return [losses, *state.values()]
 
 
-def test_members_stop_where_they_are() -> None:
-    """One after four minibatches, in the midst of a slice, all after seven; rates are scheduled."""
-    loader = batches(torch.float64)
-    step = [0, 0]
-    states: list[list[Tensor]] = []
-
-    def halved(optimizer: Any) -> None:
-        step[0] += 1
-        if step[0] in (4, 7):
-            states.append([tensor.clone() for tensor in reference.state_dict().values()])
-        if step[0] == len(loader):
-            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
-
-    def stops(result: Any) -> Any:
-        step[1] += 1
-        return [1] if step[1] == 4 else step[1] == 7
-
-    reference = array()
-    losses = stepped(reference, loader, halved)[0]
-    module = array()
-    hf_task = task(
-        module, Way(), loader, compile=True, scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    )
-    report = hf.train(hf_task, machine(), on_result=stops)
-    assert report["task"].stopped == {0: 7, 1: 4, 2: 7}
-    losses[4:, 1] = torch.nan
-    assert torch.equal(report["task"].losses.nan_to_num(7.0), losses[:7].nan_to_num(7.0))
-    for tensor, early, late in zip(module.state_dict().values(), *states, strict=True):
-        expected = late.clone()
-        expected[1] = early[1]
-        assert torch.equal(tensor, expected)
-
-
 def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
     """Bit for bit as the plain loop."""
     loader = batches(torch.float64)

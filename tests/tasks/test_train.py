@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.schedule.actions import Act
-from hfusion.schedule.plan import Phase
 from tests import zoo
 from tests.schedule.compared import COMPARED
 from tests.trained import (
@@ -191,36 +190,6 @@ def test_members_that_do_not_fit_at_once_are_trained_a_few_at_a_time() -> None:
     assert max(plan.width for plan in narrow.plan.tasks) < 8
     torch.testing.assert_close(narrow["wide"].losses, whole["wide"].losses)
     narrow.timeline.validate(narrow.plan)
-
-
-def test_a_frozen_base_moves_once_for_all_members() -> None:
-    base = nn.Linear(32, 32).requires_grad_(False)
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = base
-            self.head = nn.Linear(32, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.relu(self.base(x)))
-
-    def moved(members: int) -> int:
-        hf_task = hf.Task(
-            [Adapted() for _ in range(members)],
-            F.cross_entropy,
-            optimizer=lambda params: hf.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
-            loader=[(torch.randn(4, 32), torch.randint(3, (4,)))],
-            name="adapters",
-        )
-        on = machine()
-        plan = planned([hf_task], on, [2], [False])
-        hf.train([hf_task], on, plan=plan)
-        (task_plan,) = plan.tasks
-        return task_plan.unit_actions[Phase.FORWARD, 0].load.moves
-
-    frozen = base.weight.nbytes + base.bias.nbytes
-    assert moved(4) < moved(1) + frozen
 
 
 def test_callbacks_hear_of_every_minibatch() -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import hfusion as hf
-from hfusion.tasks.sharing import turns
 from tests.trained import Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
 
 # Seconds after which a loader gives up; tasks that do not hold up one another need milliseconds.
@@ -114,16 +113,3 @@ def test_each_task_draws_as_if_alone() -> None:
     before = torch.get_rng_state()
     assert_same(arrays, tasks, expected, on, plan)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_data_that_several_loaders_read_is_read_in_turns() -> None:
-    data = Noisy(noise)
-    folds = [DataLoader(Subset(data, [k, k + 1]), 1) for k in range(2)]
-    with open(__file__) as file:
-        alone = [DataLoader(Noisy(noise)), [(X, Y)], DataLoader(data, num_workers=1), Meeting(Event(), Event())]
-        reading = [[file], {"lines": file}]
-        contexts = turns([(loader, None) for loader in (*folds, *alone, *reading)])
-    assert contexts[0] is contexts[1]
-    assert contexts[-1] is contexts[-2]
-    apart = [contexts[0], *contexts[2:-1]]
-    assert len(set(map(id, apart))) == len(apart)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.torch_private.thread_draws import drawing_from, seen_in_modes
+from hfusion.torch_private.thread_draws import drawing_from
 
 ONES = torch.ones(4, 3)
 
@@ -109,84 +107,10 @@ def test_a_thread_draws_from_its_own(name: str) -> None:
         assert torch.equal(drawn[1], expected[1])
 
 
-def test_other_threads_draw_from_torchs() -> None:
-    """Both draw in turns."""
-    torch.manual_seed(1)
-    expected = torch.rand(6)
-    torch.manual_seed(1)
-    generator, meet, from_thread = torch.Generator().manual_seed(2), Barrier(2), []
-
-    def aside() -> None:
-        with drawing_from(generator, nullcontext):
-            for _ in range(3):
-                meet.wait()
-                from_thread.append(torch.rand(2))
-                meet.wait()
-
-    thread = Thread(target=aside)
-    thread.start()
-    from_main = []
-    for _ in range(3):
-        meet.wait()
-        meet.wait()
-        from_main.append(torch.rand(2))
-    thread.join()
-    assert torch.equal(torch.cat(from_main), expected)
-    assert torch.equal(torch.cat(from_thread), torch.rand(6, generator=torch.Generator().manual_seed(2)))
-
-
-class Replaced(TorchDispatchMode):
-    """Gives random numbers in place of all results."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with seen_in_modes():
-            return torch.stack([torch.rand(3), torch.rand(3, out=torch.empty(3))])
-
-
-@pytest.mark.parametrize("redirected", [False, True])
-def test_a_mode_draws_from_the_generator_of_its_thread(redirected: bool) -> None:
-    expected = torch.rand(6, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(2 if redirected else 1)
-    before = torch.get_rng_state()
-    with drawing_from(torch.Generator().manual_seed(1), nullcontext) if redirected else nullcontext(), Replaced():
-        drawn = torch.rand(3)
-    assert torch.equal(drawn, expected.view(2, 3))
-    assert torch.equal(torch.get_rng_state(), before) == redirected
-
-
 def _is_torchs_own() -> bool:
     """Check that `torch.random` has torch's generator under its name, for those who read it and for its functions."""
     shared = torch.default_generator
     return torch.random.default_generator is shared and vars(torch.random)["default_generator"] is shared
-
-
-def test_torchs_generator_stays_one_for_all_threads() -> None:
-    """Another thread reads torch's generator while one draws from its own, and afterwards so does each."""
-    thread_generator, read_generators = torch.Generator(), []
-
-    def read() -> None:
-        from torch.random import default_generator
-
-        torch.randn(2, generator=default_generator)
-        read_generators.extend([default_generator, torch.random.default_generator])
-
-    with drawing_from(thread_generator, nullcontext), drawing_from(thread_generator, nullcontext):
-        assert torch.random.default_generator is thread_generator
-        thread = Thread(target=read)
-        thread.start()
-        thread.join()
-    assert all(generator is torch.default_generator for generator in read_generators)
-    assert len(read_generators) == 2
-    assert _is_torchs_own()
-    assert type(torch.random) is type(os)
-
-
-def test_one_within_another() -> None:
-    outer, inner = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    with drawing_from(outer, nullcontext):
-        with drawing_from(inner, nullcontext):
-            assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(2)))
-        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(1)))
 
 
 def test_an_error_ends_it() -> None:
@@ -196,27 +120,6 @@ def test_an_error_ends_it() -> None:
     assert _is_torchs_own()
     torch.rand(3)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_threads_that_end_in_any_order_leave_torch_as_it_was() -> None:
-    """The first that ends takes nothing from those that still draw from their own."""
-    meet = Barrier(2)
-    seeds: list[int] = []
-
-    def aside() -> None:
-        with drawing_from(torch.Generator().manual_seed(7), nullcontext):
-            meet.wait()
-            meet.wait()
-            seeds.append(torch.initial_seed())
-
-    thread = Thread(target=aside)
-    with drawing_from(torch.Generator(), nullcontext):
-        thread.start()
-        meet.wait()
-    meet.wait()
-    thread.join()
-    assert seeds == [7]
-    assert _is_torchs_own()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import warnings
 from collections.abc import Callable
 
 import pytest
-import torch
-from torch import hub, nn
-from torch.fx import interpreter
 
-import hfusion as hf
 from hfusion.torch_private.tracer_warnings import noted, silence_tracers
 
 
@@ -44,27 +39,6 @@ def test_only_its_own_thread_and_torch(caplog: pytest.LogCaptureFixture) -> None
     assert logging.root.manager.disable == 0
 
 
-def test_whatever_the_order_nothing_is_left() -> None:
-    before = list(warnings.filters), list(logging.getLogger("torch").filters)
-    inside, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with silence_tracers():
-            inside.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    with silence_tracers():
-        thread.start()
-        inside.wait(10)
-    with pytest.warns(UserWarning, match="heard"):
-        warnings.warn("heard", stacklevel=1)
-    leave.set()
-    thread.join()
-    assert (list(warnings.filters), list(logging.getLogger("torch").filters)) == before
-    assert "print" not in vars(importlib.import_module("torch.export._trace"))
-
-
 def test_warnings_are_noted_of_one_thread_and_kind() -> None:
     before = list(warnings.filters)
     with warnings.catch_warnings(record=True) as heard:
@@ -78,10 +52,3 @@ def test_warnings_are_noted_of_one_thread_and_kind() -> None:
     assert texts == ["one", "one", "two"]
     assert [str(warning.message) for warning in heard] == ["old", "elsewhere"]
     assert list(warnings.filters) == before
-
-
-def test_a_capture_starts_no_thread_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.tqdm, "monitor", None, raising=False)
-    hf.fuse([nn.Linear(3, 2) for _ in range(2)])(torch.ones(1, 3))
-    assert hub.tqdm.monitor is None
-    assert interpreter.tqdm is hub.tqdm

@@ -148,24 +148,6 @@ def test_a_categorical_of_none_reaches_the_model() -> None:
     assert states(result.study) == ["COMPLETE"] * 8
 
 
-@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution")
-def test_choices_that_no_study_on_disk_gives_back(tmp_path: Path) -> None:
-    def space(*choices: Any) -> Callable[[Any], Any]:
-        return lambda t: {"hidden": t.suggest_categorical("hidden", choices)[0]}
-
-    with pytest.raises(ValueError, match=r"trial 0: 'hidden' has the choice \(4,\), with which .* suggest a name"):
-        sweep(space((4,), (8,)), directory=tmp_path / "a")
-    with pytest.raises(TypeError, match="JSON serializable") as raised:
-        sweep(space(nn.ReLU, nn.Tanh), directory=tmp_path / "b")
-    assert any("suggest a name" in note for note in raised.value.__notes__)
-    assert states(sweep(space((4,), (8,))).study) == ["COMPLETE"] * 4
-
-
-def test_an_optimizer_that_has_no_rows() -> None:
-    with pytest.raises(ValueError, match=r"optimizer gave SGD: give a class of hf\.optim"):
-        sweep(optimizer=lambda params: torch.optim.SGD(params))
-
-
 def test_nan_fails_its_trial_alone() -> None:
     """Of a metric, a loss, and a learning rate that explodes."""
 
@@ -301,28 +283,6 @@ def test_enqueued_trials_come_first() -> None:
     study = optuna.create_study()
     study.enqueue_trial({"lr": 0.123})
     assert sweep(study=study).trials[0].params == {"lr": 0.123}
-
-
-@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
-@pytest.mark.parametrize("name", ["grid", "brute force"])
-def test_a_space_that_is_tried_to_its_end(name: str, tmp_path: Path) -> None:
-    """Each point once, though more rows and trials are free; the same call then asks for nothing."""
-
-    def run() -> Any:
-        samplers = optuna.samplers
-        grid = {"lr": [0.01, 0.1], "hidden": [4, 5]}
-        sampler = samplers.GridSampler(grid, seed=0) if name == "grid" else samplers.BruteForceSampler(seed=0)
-        return sweep(
-            lambda t: {"lr": t.suggest_categorical("lr", [0.01, 0.1]), "hidden": t.suggest_int("hidden", 4, 5)},
-            sampler=sampler,
-            directory=tmp_path,
-            trials=9,
-            rows=3,
-        )
-
-    points = [tuple(trial.params.values()) for trial in run().trials]
-    assert len(points) == len(set(points)) == 4
-    assert [tuple(trial.params.values()) for trial in run().trials] == points
 
 
 def test_callbacks_and_what_stops_a_study(tmp_path: Path) -> None:

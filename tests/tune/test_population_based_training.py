@@ -132,61 +132,6 @@ def test_the_worst_of_a_shape_become_copies_of_its_best(whole: hf.SweepResult) -
     assert copied > 4
 
 
-def branching(trial: Any) -> dict[str, Any]:
-    """The name of a parameter depends on another one."""
-    branch = trial.suggest_categorical("branch", ["slow", "fast"])
-    low, high = (1e-4, 1e-2) if branch == "slow" else (1e-2, 1.0)
-    return {"lr": trial.suggest_float(f"lr of {branch}", low, high, log=True)}
-
-
-def test_copies_have_the_names_and_distributions_of_their_source(tmp_path: Path) -> None:
-    """Across branches of a space, and after another kill."""
-    finished = []
-
-    def search(folder: Path | None, kill: int = 0) -> hf.SweepResult:
-        def metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            judged.append(1)
-            if len(judged) == kill:
-                raise Killed
-            return F.cross_entropy(output, target)
-
-        judged: list[int] = []
-        data = loaders()
-        return hf.sweep(
-            make_model,
-            branching,
-            F.cross_entropy,
-            data.pop("loader"),
-            metric=metric,
-            optimizer=hf.optim.SGD,
-            sampler=optuna.samplers.RandomSampler(seed=0),
-            trials=TRIALS,
-            epochs=EPOCHS,
-            machine=MACHINE,
-            pbt=hf.PBT(quantile_fraction=0.5),
-            directory=folder,
-            callbacks=[lambda study, trial: finished.append((trial.number, trial.params))],
-            **data,
-        )
-
-    result = search(None)
-    crossed = [
-        trial
-        for trial in result.trials
-        if trial.user_attrs.get("hfusion:suggested", trial.params)["branch"] != trial.params["branch"]
-    ]
-    assert crossed
-    for trial in result.trials:
-        name = f"lr of {trial.params['branch']}"
-        assert set(trial.params) == set(trial.distributions) == {"branch", name}
-        assert trial.distributions[name].low <= trial.params[name] <= trial.distributions[name].high
-    assert finished == [(trial.number, trial.params) for trial in result.trials]
-    for kill in (12, 28):
-        with pytest.raises(Killed):
-            search(tmp_path, kill)
-    assert noted(search(tmp_path)) == noted(result)
-
-
 def test_a_killed_one_goes_on(whole: hf.SweepResult, tmp_path: Path) -> None:
     for kill in (12, 21):
         with pytest.raises(Killed):
