@@ -1,4 +1,4 @@
-"""No file is longer than a reader takes in at once, and a page lists every file with what it does."""
+"""Files, names and rooms of the package, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,30 @@ import io
 import re
 import tokenize
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.test_names import ROOT, files
 
+# One name, one class: whoever reads or searches for it finds one thing.
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("hfusion", "ops", "passes")
+
+
+def files() -> list[Path]:
+    """The package's, each once: ``hfusion/ops`` and ``hfusion/passes`` are links."""
+    return sorted({path.resolve() for room in ROOMS for path in (ROOT / room).rglob("*.py")})
+
+
+def test_no_class_name_stands_for_two_classes() -> None:
+    places = defaultdict(list)
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# No file is longer than a reader takes in at once, and a page lists every file with what it does.
 MAX_LINES = 700
 # A room that has shrunk by more than this share of its line in pyproject.toml gets a lower one.
 ROOM_TO_GROW = 0.05

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.fuzz.pieces_functions import FUNCTIONS, REDUCTIONS, SHAPES
-from tests.fuzz.pieces_modules import ACTIVATIONS, LAYERS
-from tests.fuzz.pieces_python import ATTRIBUTES, CONDITIONS, METADATA
-from tests.fuzz.pieces_state import ISLANDS, STATE
-from tests.fuzz.pieces_writes import VIEWS, WRITES
+from tests.fuzz.pieces_code import ATTRIBUTES, CONDITIONS, FUNCTIONS, METADATA, REDUCTIONS, SHAPES, VIEWS, WRITES
+from tests.fuzz.pieces_modules import ACTIVATIONS, ISLANDS, LAYERS, STATE
 from tests.fuzz.program import Piece
 
 GROUPS: Mapping[str, tuple[Piece, ...]] = {

@@ -1,24 +1,30 @@
-"""Assumptions of hfusion about torch's dispatch, export and autograd hold on the installed torch."""
+"""What hfusion assumes of torch's export, autograd and loaders holds on the installed torch."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
+import hfusion as hf
 from hfusion.torch_private import (
     autograd_engine,
+    dataloader_workers,
     export_state,
     fake_tensors,
     replaced_functions,
 )
+from hfusion.torch_private.seeding import waiting_seeds_kept
 
 
+# Assumptions of hfusion about torch's dispatch, export and autograd hold on the installed torch.
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -125,3 +131,72 @@ def test_replaced_functions() -> None:
     Doubled.apply(x)
     assert len(called) == 3
     assert torch.is_autocast_enabled() is False
+
+
+# Assumptions of hfusion about torch's modules, optimizers, loaders and Inductor hold on the installed torch.
+@pytest.mark.parametrize("ends", ["killed", "shut down"])
+def test_workers_of_a_loader(ends: str) -> None:
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+    assert dataloader_workers.kept_iterator(loader) is None
+    iterator = iter(loader)
+    next(iterator)
+    assert dataloader_workers.has_workers(iterator)
+    assert dataloader_workers.may_stay(iterator)
+    assert dataloader_workers.kept_iterator(loader) is iterator
+    if ends == "killed":
+        dataloader_workers.kill_workers(iterator, 60)
+        assert not dataloader_workers.may_stay(iterator)
+    dataloader_workers.shut_down(loader, iterator)
+    assert dataloader_workers.kept_iterator(loader) is None
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    assert [int(batch) for batch in DataLoader([1, 2])] == [1, 2]
+
+
+# The seed that torch keeps for an unused accelerator remains the one that the user set.
+def waiting() -> Any:
+    return torch.cuda._lazy_seed_tracker.get_calls()[-1][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a CUDA that was not used")
+@pytest.mark.parametrize("others", [False, True])
+def test_arrays_leave_the_seed_of_an_accelerator_that_was_not_used(others: bool) -> None:
+    """A capture runs forward under a separate seed, and build under the members' seeds."""
+    with ThreadPoolExecutor(1) as pool:
+        if others:
+            pool.submit(torch.get_rng_state).result()
+        torch.manual_seed(7)
+        pending, drawn = waiting(), torch.get_rng_state()
+        fused = hf.build(lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), seeds=[1, 2])
+        assert waiting() is pending
+        assert torch.equal(torch.get_rng_state(), drawn)
+        fused(torch.ones(4, 3))
+        assert waiting() is pending
+
+
+class Device:
+    """As much of `torch.cuda` as is asked: seeds wait until it is used."""
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+        self._lazy_seed_tracker = type(torch.cuda._lazy_seed_tracker)()
+
+    def seed(self, seed: int) -> None:
+        if self.used:
+            self.used.append(seed)
+        else:
+            self._lazy_seed_tracker.queue_seed_all(lambda: self.used.append(seed), [])
+
+    def is_initialized(self) -> bool:
+        return bool(self.used)
+
+
+def test_a_device_that_is_first_used_inside_gets_the_users_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    for name in ("cuda", "xpu", "mtia"):
+        monkeypatch.setattr(torch, name, device)
+    device.seed(7)
+    with waiting_seeds_kept():
+        device.seed(1)
+        for call in filter(None, device._lazy_seed_tracker.get_calls()):
+            call[0]()
+    assert device.used[-1] == 7

@@ -1,9 +1,24 @@
-"""Functions of tensors, which have no state."""
+"""Pieces that are code: functions of tensors, Python beside them, views and writes."""
 
 from __future__ import annotations
 
-from tests.fuzz.table import piece
+from typing import Any
 
+from tests.fuzz.program import Piece
+
+
+# Rows of the tables of pieces.
+def piece(
+    name: str, kinds: str, code: str = "{o} = {s}({0})", *, module: str = "", init: str = "", **more: Any
+) -> Piece:
+    """``kinds`` reads ``takes->gives``; other keywords than fields of `Piece` are placeholders and choices, ``a|b``."""
+    takes, gives = (tuple(filter(None, part.split(","))) for part in kinds.split("->"))
+    flags = {name: more.pop(name) for name in ("view", "writes", "island") if name in more}
+    choices = {key: tuple(text.split("|")) for key, text in more.items()}
+    return Piece(name, takes, gives, code, module, init, choices, **flags)
+
+
+# Functions of tensors, which have no state.
 FUNCTIONS = (
     # of one or two values of one kind
     piece("add", "vec,vec->vec", "{o} = {0} + {1}"),
@@ -295,4 +310,234 @@ SHAPES = (
         "{o} = {0}.{f}",
         f="to(torch.float64)|double()|type_as({0})|contiguous()|clone()|to({0})",
     ),
+)
+
+
+# Python code beside tensors: metadata that forward reads, conditions on numbers, state in attributes.
+_PARAMETER = "self.{s} = nn.Parameter(torch.randn(6))"
+_NUMBER = "number = {0}.detach().{f}.item()\n"
+
+METADATA = (
+    piece("contiguous", "seq->seq", "{o} = {0} * 2 if {0}.is_contiguous() else {0}.sin()"),
+    piece("contiguous view", "seq->seq", "{o} = {0} * 2 if {0}.transpose(1, 2).is_contiguous() else {0}.sin()"),
+    piece("stride", "vec->vec", "{o} = {0} * 2 if {0}.stride() == (6, 1) else {0}.cos()"),
+    piece("strides of what was computed", "img->img", "y = {0} * 2\n{o} = y if y.stride(1) > 1 else y.sin()"),
+    piece(
+        "memory format", "img->img", "{o} = {0} if {0}.is_contiguous(memory_format=torch.channels_last) else {0} * 2"
+    ),
+    piece("storage offset", "vec->vec", "{o} = {0} * (1 + {0}[:, 1:].storage_offset() % 2)"),
+    piece("leaf", "vec->vec", "{o} = {0} * 2 if {0}.is_leaf else {0}.sin()"),
+    piece("needs a gradient", "vec->vec", "{o} = {0} * 2 if {0}.requires_grad else {0}.sin()"),
+    piece("gradient of a parameter", "vec->vec", "{o} = {0} * {s} if {s}.grad is None else {0} - {s}", init=_PARAMETER),
+    piece("trained parameter", "vec->vec", "{o} = {0} * {s} if {s}.requires_grad else {0} - {s}", init=_PARAMETER),
+    piece("attribute of a tensor", "vec->vec", "{0}.mark = 2.0\n{o} = {0} * {0}.mark"),
+    piece("attribute that is missing", "vec->vec", 'y = {0} + 1\n{o} = y * getattr(y, "mark", 0.5)'),
+    piece("threads", "vec->vec", "{o} = {0} * (1 + torch.get_num_threads() % 2)"),
+    piece("deterministic", "vec->vec", "{o} = {0} * (2 if torch.are_deterministic_algorithms_enabled() else 3)"),
+    piece("inference mode", "vec->vec", "{o} = {0} * (2 if torch.is_inference_mode_enabled() else 3)"),
+    piece("gradients are on", "vec->vec", "{o} = {0} * (2 if torch.is_grad_enabled() else 3)"),
+)
+
+CONDITIONS = (
+    piece("not a number", "vec->vec", _NUMBER + "{o} = {0}.sin() if number != number else {0} * 2", f="mean()|sum()"),
+    piece("a number", "vec->vec", _NUMBER + "{o} = {0} * 2 if number == number else {0} * 0", f="log().mean()|sum()"),
+    piece(
+        "infinite", "vec->vec", _NUMBER + "{o} = {0} * 2 if number - number == 0 else {0}.cos()", f="log().sum()|sum()"
+    ),
+    piece("times nothing", "vec->vec", _NUMBER + "{o} = {0} + number * 0", f="mean()|max()"),
+    piece("remainder", "vec->vec", _NUMBER + "{o} = {0} * 2 if number % 1 > 0.5 else {0}.cos()", f="sum()|max()"),
+    piece("sign by text", "vec->vec", _NUMBER + '{o} = -{0} if str(number)[0] == "-" else {0}', f="sum()|mean()"),
+    piece("list of numbers", "vec->vec", "a, b, *_ = {0}.detach()[0].tolist()\n{o} = {0} * 2 if a > b else {0}.sin()"),
+    piece("rounded", "vec->vec", _NUMBER + "{o} = {0} * (2 if round(number) % 2 else 3)", f="sum()|max()"),
+    piece("check that raises", "vec->vec", 'if {0}.isnan().any():\n    raise ValueError("nan")\n{o} = {0} * 2'),
+    piece("assertion", "vec->vec", "assert bool(torch.isfinite({0}).all())\n{o} = {0} * 2"),
+    piece(
+        "validated distribution",
+        "vec->vec",
+        "{o} = torch.distributions.Normal({0}, {0}.sigmoid() + 0.1).log_prob({0}.sin())",
+    ),
+)
+
+ATTRIBUTES = (
+    piece(
+        "attribute like a global", "vec->vec", "{o} = {0} * self.tick", init="self.tick = {each_a}", each_a="0.5|2.0"
+    ),
+    piece(
+        "parameter like a global", "vec->vec", "{o} = {0} * self.tock", init="self.tock = nn.Parameter(torch.randn(6))"
+    ),
+    piece("global", "vec->vec", "{o} = {0} * (1 + tick)"),
+    piece("global in a condition", "vec->vec", "{o} = {0} * 2 if tock else {0}.sin()"),
+    piece("cleared state", "vec->vec", "{s}.state = None\n{o} = {s}({0})", module="Cell()"),
+    piece("cleared history", "vec->vec", "{s}.state = None\n{o} = {s}({0})\n{o} = {s}({o})", module="Cell(True)"),
+    piece("lasting state", "vec->vec", "{o} = {s}({0})", module="Cell()"),
+    piece("state set by value", "vec->vec", "{s}.state = {0}.detach().mean(0)\n{o} = {s}({0})", module="Cell()"),
+    piece("reset neuron", "vec->vec", "{s}.reset()\n{o} = {s}({0}) + {s}({0} * 0.5)", module="Spiking()"),
+    piece("neuron", "vec->vec", "{o} = {s}({0})", module="Spiking()"),
+    piece(
+        "list of a caller", "vec->vec", "cache = []\n{o} = {s}({0}, cache)\n{o} = {s}({o}, cache)", module="Appending()"
+    ),
+    piece("properties", "vec->vec", "{o} = {s}({0}) + {s}.points", module="Properties({each_a})", each_a="0.5|2.0"),
+    piece("property set", "vec->vec", "{s}.gain = 0.5\n{o} = {s}({0}) * {s}.gain", module="Properties(2.0)"),
+    piece("own optimizer", "vec->vec", "{o} = {s}({0})", module="Learner()"),
+)
+
+
+# Views, and writes into values, also through views.
+VIEWS = tuple(
+    piece(f"view {kinds} {code}", kinds, f"{{o}} = {code}", view=True)
+    for kinds, codes in {
+        "vec->half": (
+            "{0}[:, :3]",
+            "{0}[:, ::2]",
+            "{0}.narrow(1, 2, 3)",
+            "{0}.view(-1, 2, 3)[:, 1]",
+            "{0}.chunk(2, 1)[1]",
+        ),
+        "vec->row": ("{0}[:, 1]", "{0}.select(1, 0)", "{0}.T[2]", "{0}.unbind(1)[3]", "{0}.split(1, 1)[5].squeeze(1)"),
+        "vec->vec": (
+            "{0}.view_as({0})",
+            "{0}[:]",
+            "{0}.t().t()",
+            "{0}.unsqueeze(1).squeeze(1)",
+            "{0}.view(-1, 2, 3).flatten(1)",
+            "{0}.detach()",
+        ),
+        "half->row": ("{0}[..., 0]", "{0}.mT[1]"),
+        "seq->vec": ("{0}[:, 0]", "{0}.select(1, -1)", "{0}.transpose(0, 1)[0]"),
+        "seq->seq": ("{0}[:, :, :]", "{0}.view_as({0})", "{0}.permute(0, 1, 2)", "{0}.swapaxes(1, 2).mT"),
+        "img->img": ("{0}[...]", "{0}.view_as({0})", "{0}.mT.mT", "{0}.unflatten(1, (2, 2)).flatten(1, 2)"),
+        "img->seq": ("{0}[:, 0]", "{0}.select(1, 2)", "{0}.diagonal(dim1=1, dim2=2).mT[:, :3]"),
+        "sig->sig": ("{0}.view(-1, 4, 8)", "{0}.narrow(2, 0, 8)"),
+        "mat->half": ("{0}.diagonal(dim1=1, dim2=2)", "{0}[:, 1]", "{0}[:, :, 0]"),
+        "cvec->vec": ("{0}.real", "torch.view_as_real({0})[..., 1]"),
+    }.items()
+    for code in codes
+)
+
+_OF_VEC = (
+    "{0}.relu_()",
+    "{0}.mul_(0.5)",
+    "{0}.add_(1.0)",
+    "{0}.sin_()",
+    "{0} += 0.3",
+    "{0} *= 1.5",
+    "{0}[:, 1:3] = 0.5",
+    "{0}[:, 0] += 1",
+    "{0}[0] = 0.2",
+    "{0}[-1, 2:] *= 2",
+    "{0}[:, ::2].mul_(0.5)",
+    "{0}.t()[0].mul_(0.5)",
+    "{0}.t().add_(0.1)",
+    "{0}.view(-1)[::2].mul_(0.1)",
+    "{0}.view(-1, 2, 3)[:, 0].sin_()",
+    "{0}.diagonal().add_(1.0)",
+    "{0}[:, None].squeeze(1).add_(0.2)",
+    "{0}.select(1, 2).fill_(0.4)",
+    "{0}.clamp_(-0.8, 0.9)",
+    "{0}.masked_fill_({0} > 0.7, 0.3)",
+    "{0}.index_fill_(1, torch.tensor([0, 3]), 0.6)",
+    "{0}.zero_().add_(0.1)",
+    "F.relu_({0})",
+    "F.leaky_relu({0}, 0.2, inplace=True)",
+    "F.elu({0}, inplace=True)",
+    "F.dropout({0}, 0.0, self.training, inplace=True)",
+    "{0}.pow_(2)",
+    "{0}.sub_({0}.mean())",
+    "{0}.div_(2).tanh_()",
+    "{0}.t_().t_()",
+    "{0}[:, [1, 4]] = 0.25",
+    "{0}[torch.arange({0}.shape[0]), 0] = 0.75",
+    "{0}.cumsum_(1)",
+    "{0}.fill_diagonal_(0.9)",
+)
+
+_TWO = {
+    "vec,vec->": (
+        "{0}.add_({1})",
+        "{0}.mul_({1}.sigmoid())",
+        "{0} += {1}",
+        "{0}.copy_({1})",
+        "{0}[:, 1:3] = {1}[:, :2]",
+        "{0}[:, 4].copy_({1}[:, 0])",
+        "{0}.view(-1, 2, 3)[:, 1] = {1}[:, 3:]",
+        "{0}.addcmul_({1}, {1}.sin(), value=0.3)",
+        "{0}.lerp_({1}, 0.3)",
+        "{0}[1:] = {1}[:-1]",
+        "{0}.t().copy_({1}.t())",
+        "{0}[:, [0, 2]] = {1}[:, :2]",
+        "{0}.sub_({1}, alpha=0.5)",
+    ),
+    "vec,mask->": ("{0}.masked_fill_({1}, 0.3)", "{0}[{1}] = 0.1", "{0}.mul_({1})"),
+    "vec,half->": (
+        "{0}[:, 3:] = {1}",
+        "{0}[:, 1:4] += {1}",
+        "{0}.scatter_(1, torch.tensor([[0, 2, 4]]).expand({1}.shape[0], 3), {1})",
+    ),
+    "vec,row->": (
+        "{0}[:, 2] = {1}",
+        "{0}.T[1].add_({1})",
+        "{0}.add_({1}[:, None])",
+        "{0}.index_add_(1, torch.tensor([3]), {1}[:, None])",
+    ),
+    "half,half->": ("{0}.add_({1})", "{0}.copy_({1})"),
+    "half,row->": ("{0}[:, 0] = {1}", "{0}.mul_({1}[:, None])"),
+    "row,row->": ("{0}.add_({1})", "{0}.copy_({1}.sin())"),
+    "seq,vec->": ("{0}[:, 0] = {1}", "{0}[:, -1].add_({1})", "{0} += {1}[:, None]"),
+    "seq,seq->": ("{0}[:, 1:] += {1}[:, :-1]", "{0}.add_({1})", "{0}[..., :2] = {1}[..., 4:]"),
+    "img,img->": ("{0} += {1}", "{0}[:, :2].copy_({1}[:, 2:])", "{0}[:, :, 1:-1, 1:-1] = {1}[:, :, :4, :4]"),
+    "sig,sig->": ("{0}[:, :, ::2] = {1}[:, :, 1::2]", "{0}.mul_({1}.tanh())"),
+    "mat,half->": ("{0}.diagonal(dim1=1, dim2=2).copy_({1})", "{0}[:, 1] += {1}", "{0}.mT[:, 0].copy_({1})"),
+    "cvec,cvec->": ("{0}.add_({1})", "{0}[:, :2] = {1}[:, 2:4]"),
+    "cvec,vec->": ("{0}.mul_({1})", "{0}.real.add_({1})", "{0}[:, 0] = {1}[:, 0]"),
+}
+
+WRITES = (
+    *(piece(f"write {code}", "vec->", code, writes=True) for code in _OF_VEC),
+    # The other operand as a copy: what overlaps what is written has no defined value.
+    *(
+        piece(f"write {kinds} {code}", kinds, code.replace("{1}", "{1}.clone()"), writes=True)
+        for kinds, codes in _TWO.items()
+        for code in codes
+    ),
+    *(
+        piece(f"write {kind} {code}", f"{kind}->", code, writes=True)
+        for kind, codes in {
+            "half": ("{0}.neg_()", "{0}[:, 0].add_(1)", "{0}.tanh_()"),
+            "row": ("{0}.mul_(2)", "{0}[0] = 0.5", "{0}.sigmoid_()"),
+            "seq": (
+                "{0}[:, 0].zero_()",
+                "{0}[:, :, 1:3] *= 2",
+                "{0}.transpose(1, 2)[:, 0].add_(0.3)",
+                "F.gelu({0}).add_({0})",
+            ),
+            "img": (
+                "{0}.relu_()",
+                "{0}[:, 0].mul_(0.5)",
+                "{0}[:, :, ::2, 1:3] = 0.0",
+                "{0}.flatten(2)[:, :, :4].sin_()",
+                "F.hardtanh_({0})",
+            ),
+            "sig": ("{0}.tanh_()", "{0}.permute(2, 0, 1)[3].fill_(0.2)"),
+            "mat": ("{0}.diagonal(dim1=1, dim2=2).add_(1.0)", "{0}.tril_()", "{0}.mT.mul_(0.5)"),
+        }.items()
+        for code in codes
+    ),
+    piece("written copy", "vec,vec->vec", "{o} = {0}.clone()\n{o}[:, 2:4] = {1}[:, :2]\n{o}.mul_({0}.sigmoid())"),
+    piece(
+        "filled buffer",
+        "seq->seq",
+        "{o} = torch.zeros_like({0})\n{o}[:, 0] = {0}[:, -1]\n{o}[:, 1:] += {0}[:, :-1] * 0.5",
+    ),
+    piece(
+        "filled in a loop",
+        "vec->vec",
+        "{o} = torch.empty_like({0})\nfor k in range(6):\n    {o}[:, k] = {0}[:, 5 - k] * k",
+    ),
+    piece(
+        "new zeros",
+        "vec->vec",
+        "{o} = {0}.new_zeros({0}.shape[0], 6)\n{o}[:, :3].copy_({0}[:, 3:])\n{o}[:, 3:] += {o}[:, :3]",
+    ),
+    piece("view then write to base", "vec->row", "{o} = {0} * 1.0\nbase, {o} = {o}, {o}[:, 1]\nbase.mul_(3.0)"),
+    piece("write then read old view", "vec->half", "part = {0}.clone()\n{o} = part[:, :3]\npart[:, 1].add_({0}[:, 5])"),
 )
