@@ -10,7 +10,6 @@ import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
-
 # One name, one class: whoever reads or searches for it finds one thing.
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("hfusion", "ops", "passes")
