@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.population.mixed_alone import adamw, model
+from tests.population.test_mixed import adamw, model
 from tests.step.test_train_step import needs_compiler
 
 DOUBLE = torch.float64

@@ -1,9 +1,10 @@
-"""Populations of unlike models: each member is trained exactly as if alone, whatever group it is in."""
+"""Populations of unlike models: who is in which group and why, and what groups have in common."""
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,61 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 import hfusion as hf
-from tests.population.mixed_alone import Alone, adamw, close, model, run
+
+
+class Act(nn.Module):
+    """Models of one shape whose forwards differ."""
+
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(5, 6), nn.Linear(6, 3), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(getattr(torch, self.act)(self.first(x)))
+        return out
+
+
+def adamw(lrs: Any) -> Any:
+    return lambda params: hf.optim.AdamW(params, lr=lrs)
+
+
+def mlp(hidden: int, *, norm: bool = False) -> nn.Module:
+    norms = [nn.BatchNorm1d(hidden)] if norm else []
+    return nn.Sequential(nn.Linear(5, hidden, bias=not norm), *norms, nn.Tanh(), nn.Linear(hidden, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "narrow": lambda: mlp(4),
+    "wide": lambda: mlp(9),
+    "normed": lambda: mlp(6, norm=True),
+    "linear": lambda: nn.Linear(5, 3),
+    "tanh": lambda: Act("tanh"),
+    "relu": lambda: Act("relu"),
+    "sigmoid": lambda: Act("sigmoid"),
+}
+
+
+def model(kind: str) -> nn.Module:
+    return MODELS[kind]().double()
+
 
 KINDS = ["narrow", "wide", "narrow", "linear", "normed", "tanh", "relu", "tanh", "normed"]
 
 
-def pair(kinds: list[str], options: dict[str, Any], alone: list[dict[str, Any]]) -> tuple[hf.Population, list[Alone]]:
+def population(kinds: list[str], **options: Any) -> hf.Population:
     torch.manual_seed(0)
-    models = [model(kind) for kind in kinds]
-    members = [Alone(copy.deepcopy(module), **settings) for module, settings in zip(models, alone, strict=True)]
-    rates = [member.lr for member in members]
-    arguments = {"optimizer": adamw(rates), "loss": F.cross_entropy, "compile": False, **options}
-    return hf.Population(models, **arguments), members
+    arguments = {"optimizer": adamw(0.01), "loss": F.cross_entropy, "compile": False, **options}
+    return hf.Population([model(kind) for kind in kinds], **arguments)
 
 
-N = len(KINDS)
+def train(pop: hf.Population, steps: int) -> None:
+    for _ in range(steps):
+        pop.step(torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,)))
 
 
 def test_groups_say_who_is_together_and_why() -> None:
-    pop, members = pair(KINDS, {}, [{}] * N)
-    run(pop, list(members), 1)
+    pop = population(KINDS)
+    train(pop, 1)
     groups = {group.rows: group for group in pop.groups}
     assert {rows: group.kind for rows, group in groups.items()} == {
         (0, 2): "array",
@@ -49,9 +85,9 @@ def test_groups_say_who_is_together_and_why() -> None:
 
 
 def test_forwards_that_differ_part_an_array_of_twins() -> None:
-    pop, members = pair(["tanh", "relu", "tanh"], {}, [{"lr": 0.01}, {"lr": 0.02}, {"lr": 0.03}])
+    pop = population(["tanh", "relu", "tanh"])
     assert len(pop.groups) == 1
-    run(pop, list(members), 3)
+    train(pop, 3)
     assert [(group.kind, group.rows) for group in pop.groups] == [("array", (0, 2)), ("plain", (1,))]
 
 
@@ -89,10 +125,10 @@ def test_random_numbers_of_a_member_depend_on_no_other_group() -> None:
 def test_members_of_unlike_populations_merge(tmp_path: Path) -> None:
     members = []
     for number, kinds in enumerate((["narrow", "narrow"], ["wide", "narrow"])):
-        pop, alone = pair(kinds, {"tags": [f"{number} {kind} {i}" for i, kind in enumerate(kinds)]}, [{}] * 2)
-        run(pop, list(alone), 2 + number)
+        pop = population(kinds, tags=[f"{number} {kind} {i}" for i, kind in enumerate(kinds)])
+        train(pop, 2 + number)
         pop.save(tmp_path / str(number))
-        members += alone
+        members += [state(member) for member in pop.models]
     merged = hf.Population.load(
         [tmp_path / "0", tmp_path / "1"],
         lambda tag: model(tag.split()[1]),
@@ -101,7 +137,9 @@ def test_members_of_unlike_populations_merge(tmp_path: Path) -> None:
         compile=False,
     )
     assert [(group.kind, group.rows) for group in merged.groups] == [("array", (0, 1, 3)), ("plain", (2,))]
-    run(merged, list(members), 3)
+    for member, expected in zip(merged.models, members, strict=True):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state(member).items())
+    train(merged, 1)
 
 
 def state(member: nn.Module | None) -> dict[str, Tensor]:
@@ -111,16 +149,16 @@ def state(member: nn.Module | None) -> dict[str, Tensor]:
 
 def test_the_best_weights_of_each(tmp_path: Path) -> None:
     kinds = ["narrow", "normed", "narrow", "tanh", "relu", "linear"]
-    pop, members = pair(kinds, {}, [{}] * 6)
-    run(pop, list(members), 2)
+    pop = population(kinds)
+    train(pop, 2)
     expected = [state(member) for member in pop.models]
     assert pop.best.update([1.0, 2.0, 3.0, 4.0, 5.0, math.nan]) == [0, 1, 2, 3, 4]
-    run(pop, list(members), 2)
+    train(pop, 2)
     assert pop.best.update([2.0, 1.0, 3.0, 4.0, 5.0, math.nan]) == [1]
     expected[1] = state(pop.models[1])
     assert pop.best.waited.tolist() == [1, 0, 1, 1, 1, 2]
     assert pop.best.ages.tolist() == [2, 4, 2, 2, 2, -1]
-    run(pop, list(members), 1)
+    train(pop, 1)
     # A record goes along with a member that is copied, and one that moves to another group.
     pop.copy([1, 0], [2, 5])
     pop.start(None, model("normed"))
@@ -156,7 +194,7 @@ def test_an_evaluation_is_in_eval_mode_and_changes_no_member() -> None:
         assert member is not None
         for name, tensor in state(member).items():
             assert torch.equal(tensor, expected[name])
-        close(value, F.cross_entropy(copy.deepcopy(member).eval()(x), y))
+        torch.testing.assert_close(value, F.cross_entropy(copy.deepcopy(member).eval()(x), y))
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -172,11 +210,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_failed_start_adds_no_member(name: str) -> None:
     arguments, words = WRONG[name]
-    pop, members = pair(["narrow", "wide"], {}, [{"lr": 0.01}, {"lr": 0.02}])
+    pop = population(["narrow", "wide"], optimizer=adamw([0.01, 0.02]))
     with pytest.raises(ValueError, match=words):
         pop.start(arguments.get("row"), model("linear"), **{key: v for key, v in arguments.items() if key != "row"})
     assert pop.tags == ["member 0", "member 1"]
-    run(pop, list(members), 2)
+    train(pop, 1)
 
 
 def test_a_trained_base_of_unlike_members_is_refused() -> None:
