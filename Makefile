@@ -76,7 +76,7 @@ test-foreign: $(VENV)/.foreign
 PYTHONS ?= $(PYTHON)
 TORCHES ?= 2.11.0 2.14.1
 SMOKE := tests/test_training.py tests/test_main.py tests/test_import.py tests/test_slices.py tests/schedule tests/test_refusals.py \
-	tests/array/test_array_export.py tests/test_forwards.py
+	tests/array/test_torch_compile.py tests/test_forwards.py
 test-matrix:
 	@set -e; for python in $(PYTHONS); do for torch in $(TORCHES); do \
 		version=$$($$python -c 'import sys; print("{}.{}.{}".format(*sys.version_info))'); \

@@ -1,20 +1,28 @@
-"""fuse and build preserve memory, sharing, random state and the models themselves."""
+"""An array is an ordinary module made of its members: memory, copies, modes, hooks, names, methods."""
 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
+from hfusion.core.membership import membership
 from tests.alone import assert_alone, close, normal
 
 
+# fuse and build preserve memory, sharing, random state and the models themselves.
 def test_fuse_takes_the_members_memory_once() -> None:
     models = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
     model_bytes = sum(t.nbytes for model in models for t in model.state_dict().values())
@@ -115,3 +123,422 @@ def test_models_stay_as_they_are() -> None:
     for model, state in zip(models, before, strict=True):
         assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
         assert all(p.grad is None for p in model.parameters())
+
+
+# A fused module is an ordinary module: views, copies, conversions, modes, hooks, names.
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def fused(members: int = 3) -> hf.FusedModule:
+    return hf.fuse([mlp() for _ in range(members)])
+
+
+def test_members_are_live_views_both_ways() -> None:
+    array = fused()
+    member = array[1]
+    assert type(member) is nn.Sequential
+    member[0].weight.data.fill_(7)
+    assert (array.get_parameter("0.weight")[1] == 7).all()
+    array.get_parameter("0.weight").data[1].fill_(3)
+    assert (member[0].weight == 3).all()
+    assert torch.equal(array[-2][0].weight, member[0].weight)
+    assert len(array) == len(list(array)) == 3
+    with pytest.raises(IndexError, match="member 3 of an array of 3"):
+        array[3]
+
+
+def test_unfuse_gives_independent_models() -> None:
+    array = fused()
+    x = normal(5, 4)
+    expected = array(x)
+    models = array.unfuse()
+    close(expected, [model.eval()(x) if not array.training else model(x) for model in models], "unfused")
+    models[0][0].weight.data.zero_()
+    assert array.get_parameter("0.weight")[0].any()
+
+
+COPIES: dict[str, Callable[[hf.FusedModule], hf.FusedModule]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda array: pickle.loads(pickle.dumps(array)),
+    "state_dict": lambda array: _loaded(array, assign=False),
+    "assigned": lambda array: _loaded(array, assign=True),
+}
+
+
+def _loaded(array: hf.FusedModule, assign: bool) -> hf.FusedModule:
+    other, file = fused(), io.BytesIO()
+    other(normal(5, 4))
+    torch.save(array.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file), assign=assign)
+    return other
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies(name: str) -> None:
+    array = fused()
+    array(normal(5, 4))
+    other = COPIES[name](array).eval()
+    array.eval()
+    x = normal(5, 4)
+    assert torch.equal(other(x), array(x))
+    parameter_membership = membership(other.get_parameter("0.weight"))
+    assert parameter_membership is not None
+    assert (parameter_membership.name, parameter_membership.members, parameter_membership.stacked) == (
+        "0.weight",
+        3,
+        True,
+    )
+    other.get_parameter("0.weight").data.zero_()
+    assert array.get_parameter("0.weight").any()
+
+
+class Tokens(nn.Module):
+    """Takes integers, so that only its own tensors tell the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        return self.out(h * torch.full((4,), 0.3, dtype=h.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_conversion_after_a_call(dtype: torch.dtype) -> None:
+    models, ids = [Tokens() for _ in range(2)], torch.randint(7, (5,))
+    array = hf.fuse(models)
+    array(ids)
+    actual, expected = array.to(dtype)(ids), torch.stack([model.to(dtype)(ids) for model in models])
+    assert actual.dtype is expected.dtype is dtype
+    bound = 1e-12 if dtype is torch.float64 else 2e-2
+    assert torch.allclose(actual, expected, rtol=bound, atol=bound)
+
+
+def test_modes_of_the_whole_and_of_a_part() -> None:
+    models = [mlp() for _ in range(2)]
+    array, x = hf.fuse(models), normal(5, 4)
+    for change in (
+        lambda m: m.train(),
+        lambda m: m.get_submodule("1").eval(),
+        lambda m: m.eval(),
+        lambda m: m.get_submodule("1").train(),
+    ):
+        for module in (array, *models):
+            change(module)
+        close(array(x), [model(x) for model in models], "output")
+        close(array.get_buffer("1.running_mean"), [model[1].running_mean for model in models], "statistics")
+
+
+def test_freezing_after_fusing() -> None:
+    array, x = fused(), normal(5, 4)
+    array(x)
+    array.get_parameter("0.weight").requires_grad_(False)
+    array(x).sin().sum().backward()
+    assert array.get_parameter("0.weight").grad is None
+    assert array.get_parameter("0.bias").grad is not None
+    assert not array[0][0].weight.requires_grad
+    assert not array.unfuse()[0][0].weight.requires_grad
+
+
+def test_nan_stays_with_its_member() -> None:
+    models = [mlp().float() for _ in range(3)]
+    sick = copy.deepcopy(models)
+    sick[1][0].weight.data.fill_(float("nan"))
+    x = torch.randn(6, 4)
+    arrays = [hf.fuse(models), hf.fuse(sick)]
+    outputs = [array(x) for array in arrays]
+    for output in outputs:
+        output.sin().sum().backward()
+    for b in (0, 2):
+        assert torch.equal(outputs[0][b], outputs[1][b])
+        for a, c in zip(*(array.parameters() for array in arrays), strict=True):
+            assert torch.equal(a.grad[b], c.grad[b])
+
+
+def test_hooks() -> None:
+    array, calls = fused(), []
+    array.register_forward_pre_hook(lambda *args: calls.append("pre"))
+    array.register_forward_hook(lambda *args: calls.append("forward"))
+    array.register_full_backward_hook(lambda *args: calls.append("backward"))
+    array(normal(5, 4).requires_grad_()).sum().backward()
+    assert calls == ["pre", "forward", "backward"]
+    part = array.get_submodule("0")
+    for name in (
+        "forward_hook",
+        "forward_pre_hook",
+        "full_backward_hook",
+        "full_backward_pre_hook",
+        "backward_hook",
+    ):
+        with pytest.raises(hf.FusionError, match="hooks on the Linear inside a fused module never run"):
+            getattr(part, f"register_{name}")(lambda *args: None)
+    with pytest.raises(hf.FusionError, match="cannot be called by itself"):
+        part(normal(5, 4))
+
+
+def test_settings_that_would_do_nothing_are_refused() -> None:
+    array = hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match=r"setting p on a fused Dropout .* unfuse"):
+        array.get_submodule("1").p = 0.0
+    with pytest.raises(hf.FusionError, match="setting 0 on a fused Sequential"):
+        setattr(array, "0", nn.Linear(4, 4))
+    array.note = "free"
+
+
+def test_a_parameter_that_takes_the_place_of_another_is_trained() -> None:
+    members = [mlp() for _ in range(3)]
+    array, x = hf.fuse(members), normal(5, 4)
+    array(x)
+    array.get_submodule("0").bias = nn.Parameter(normal(3, 4))
+    for row, member in enumerate(members):
+        member[0].bias = nn.Parameter(array.get_submodule("0").bias[row].detach().clone())
+        torch.optim.SGD(member.parameters(), lr=0.1).zero_grad()
+        member(x).square().sum().backward()
+        torch.optim.SGD(member.parameters(), lr=0.1).step()
+    optimizer = hf.optim.SGD(array.parameters(), lr=0.1)
+    array(x).square().sum().backward()
+    optimizer.step()
+    for name, stack in array.named_parameters():
+        torch.testing.assert_close(stack, torch.stack([member.get_parameter(name) for member in members]))
+
+
+class Named(nn.Module):
+    """Submodules and tensors under the names that a fused module uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("report", "origin", "_array", "_compiler", "_branches", "_original", "_fixed"):
+            setattr(self, name, nn.Linear(4, 4))
+        self.unfuse = nn.Parameter(torch.randn(4))
+        self.register_buffer("_bound", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x).tanh()
+        return x * self.unfuse + self._bound
+
+
+def test_names_that_collide() -> None:
+    array = assert_collides([Named().double() for _ in range(2)])
+    assert "report.weight" in array.state_dict()
+
+
+def assert_collides(models: list[Any]) -> hf.FusedModule:
+    x = normal(3, 4)
+    array = hf.fuse(models)
+    close(array(x), [model(x) for model in models], "output")
+    close(copy.deepcopy(array)(x), [model(x) for model in array.unfuse()], "output")
+    return array
+
+
+def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
+    array, x = (
+        hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).double() for _ in range(2)]),
+        normal(7, 4),
+    )
+    outcomes = []
+    for call in (lambda: checkpoint(array, x, use_reentrant=False), lambda: array(x)):
+        torch.manual_seed(1)
+        array.zero_grad()
+        y = call()
+        y.sin().sum().backward()
+        outcomes.append([y, *(p.grad for p in array.parameters())])
+    for a, b in zip(*outcomes, strict=True):
+        assert torch.equal(a, b)
+
+
+# Methods of the members other than forward, called of an array.
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x)).tanh()
+
+    def get_value(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.head(self(x)) * scale
+
+    def both(self, x: Tensor) -> dict[str, Tensor]:
+        return {"features": self.forward(x), "value": self._again(x)}
+
+    def _again(self, x: Tensor) -> Tensor:
+        return self.get_value(x, scale=2.0)
+
+    @torch.no_grad()
+    def act(self, x: Tensor) -> Tensor:
+        return self.forward(x).argmax(-1)
+
+    def by_value(self, x: Tensor) -> Tensor:
+        return self.get_value(x) if float(x.detach().sum()) > -1e9 else x
+
+
+class Encoder(nn.Module):
+    """Has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def agents(training: bool = True) -> list[nn.Module]:
+    return [Agent().double().train(training) for _ in range(3)]
+
+
+def assert_as_alone(array: Any, members: list[Any], call: Callable[[Any], Any]) -> None:
+    rows = [pytree.tree_leaves(call(member)) for member in members]
+    for actual, expected in zip(pytree.tree_leaves(call(array)), zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-12)
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "by attribute": lambda m, x: m.get_value(x),
+    "keyword": lambda m, x: m.get_value(x, scale=3.0),
+    "nested": lambda m, x: m.both(x),
+    "without gradients": lambda m, x: m.act(x),
+    "looped": lambda m, x: m.by_value(x),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_method_of_an_array_is_that_of_the_members(name: str, training: bool) -> None:
+    members, x = agents(training), torch.randn(5, 4, dtype=torch.float64)
+    array = hf.fuse(members)
+    for k in range(2):
+        assert_as_alone(array, members, lambda m, x=x + k: CALLS[name](m, x))
+        assert_as_alone(array, members, lambda m, x=x + k: m(x))
+    for key, stack in array.named_buffers():
+        torch.testing.assert_close(stack, torch.stack([member.get_buffer(key) for member in members]))
+    assert array.training is training
+
+
+def test_gradients_through_a_method() -> None:
+    members, x = agents(), torch.randn(3, 5, 4, dtype=torch.float64)
+    array = hf.fuse(members)
+    array.call("get_value", hf.stacked(x)).sin().sum().backward()
+    for member, row in zip(members, x, strict=True):
+        member.get_value(row).sin().sum().backward()
+    for key, stack in array.named_parameters():
+        torch.testing.assert_close(stack.grad, torch.stack([member.get_parameter(key).grad for member in members]))
+
+
+def test_unknown_and_unsupported_methods_raise() -> None:
+    array = hf.fuse(agents())
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        array.nothing  # noqa: B018
+    with pytest.raises(hf.FusionError, match=r"Agent has no method to of its own that computes; it has _again, act"):
+        array.call("to", torch.ones(2, 4))
+
+
+def test_a_class_without_forward() -> None:
+    members, x = [Encoder() for _ in range(2)], torch.ones(2, 4)
+    array = hf.fuse(members)
+    with pytest.raises(hf.FusionError, match=r"Encoder defines no forward.*fused\.method"):
+        array(x)
+    assert_as_alone(array, members, lambda m: m.encode(x))
+
+
+# Arrays inside models that are fused again.
+class Doubling(nn.Linear):
+    def twice(self, x: Tensor) -> Tensor:
+        return self(x) * 2
+
+
+class Branch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.detach().sum()) > -1e9 else -x)
+
+
+class Ensemble(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.members, self.head = hf.fuse([make() for _ in range(3)]), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.members(x).mean(0))
+
+
+class Stacked(Ensemble):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.members(hf.stacked(x.expand(3, *x.shape))).mean(0))
+
+
+class OfMethod(Ensemble):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.members.twice(x).mean(0))
+
+
+class Deciding(Ensemble):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.detach().sum()) > -1e9 else -x)
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ensemble": lambda: Ensemble(dense),
+    "array of arrays": lambda: hf.fuse([dense() for _ in range(2)]),
+    "stacked input": lambda: Stacked(dense),
+    "method": lambda: OfMethod(lambda: Doubling(4, 4)),
+    "looped member": lambda: Ensemble(lambda: Branch(4, 4)),
+    "looped model": lambda: Deciding(dense),
+    "running statistics": lambda: Ensemble(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_arrays_train_as_alone(name: str) -> None:
+    torch.manual_seed(0)
+    models, x = [MODELS[name]().double() for _ in range(2)], torch.randn(5, 4, dtype=torch.float64)
+    array = hf.fuse(models)
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in (array, *models)]
+    for _ in range(2):
+        outputs, *rows = [module(x) for module in (array, *models)]
+        torch.testing.assert_close(outputs, torch.stack(rows), rtol=1e-9, atol=1e-12)
+        for optimizer, output in zip(optimizers, (outputs, *rows), strict=True):
+            optimizer.zero_grad()
+            output.sin().sum().backward()
+            optimizer.step()
+    for module in (array, *models):
+        module.eval()
+    expected = torch.stack([model(x) for model in models])
+    torch.testing.assert_close(array(x), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.stack([m(x) for m in array.unfuse()]), expected, rtol=1e-9, atol=1e-12)
+    for key, stack in array.state_dict().items():
+        torch.testing.assert_close(stack, torch.stack([m.state_dict()[key] for m in models]), rtol=1e-9, atol=1e-12)
+
+
+def test_options_of_members_of_members_are_honoured() -> None:
+    models = [Ensemble(lambda slope=slope: nn.LeakyReLU(slope)) for slope in (0.1, 0.5)]
+    array, x = hf.fuse(models), torch.randn(3, 4)
+    torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))
+
+
+# Batches of no samples.
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "samples": (lambda: nn.BatchNorm1d(3), (0, 3)),
+    "positions": (lambda: nn.BatchNorm1d(3), (2, 3, 0)),
+    "images": (lambda: nn.BatchNorm2d(3, affine=False), (0, 3, 4, 4)),
+    "before a layer": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)), (0, 3)),
+    "without statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_batches_of_no_samples_leave_statistics_alone(name: str) -> None:
+    make, shape = NORMS[name]
+    members = [make() for _ in range(2)]
+    array, x = hf.fuse(members), torch.ones(shape)
+    torch.testing.assert_close(array(x), torch.stack([member(x) for member in members]))
+    for key, stack in array.state_dict().items():
+        torch.testing.assert_close(stack, torch.stack([member.state_dict()[key] for member in members]))

@@ -9,11 +9,42 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
-from tests.optim import plain
 
+
+# Optimizers for one model as their papers write them, where torch has none.
+class Lion(Optimizer):
+    """Chen and others, 2023, "Symbolic Discovery of Optimization Algorithms", program 1."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad, state = param.grad * (-1 if group["maximize"] else 1), self.state[param]
+                mean = state.setdefault("exp_avg", torch.zeros_like(param))
+                update = (beta1 * mean + (1 - beta1) * grad).sign()
+                param.mul_(1 - lr * group["weight_decay"]).sub_(lr * update)
+                mean.copy_(beta2 * mean + (1 - beta2) * grad)
+                state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+
+# Arrays of parameters next to the members they are the stack of, and the oracle that compares them.
 SHAPES = ((4, 3), (), (5,), (2, 1, 3), (0,))
 
 
@@ -104,7 +135,7 @@ def start_alone(name: str, options: Mapping[str, Any], array: Array) -> list[Any
 
 def alone_class(name: str) -> Any:
     """The optimizer of one member: torch's, or the plain form of what torch does not have."""
-    return getattr(torch.optim, name, None) or getattr(plain, name)
+    return getattr(torch.optim, name, None) or {"Lion": Lion}[name]
 
 
 def run(array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequence[int] = ()) -> None:

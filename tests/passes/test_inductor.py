@@ -200,7 +200,7 @@ CASES_ONEHOT = [
 
 
 @pytest.mark.parametrize(("name", "fn", "rewritten"), CASES_ONEHOT, ids=[name for name, *_ in CASES_ONEHOT])
-def test_the_same_values_of_onehot(name: str, fn: Callable[[Tensor], Tensor], rewritten: bool) -> None:
+def test_onehot_gives_the_same_values(name: str, fn: Callable[[Tensor], Tensor], rewritten: bool) -> None:
     x = torch.rand(3, 4, 5, dtype=torch.float64)
     module = make_fx(fn, tracing_mode="fake")(x)
     result = onehot(module)

@@ -1,8 +1,9 @@
-"""Members that step by themselves, with updates of their own numbers of calls: each equals that model alone."""
+"""Members that step by themselves, by their own loaders, with weights of samples, and within a memory."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.compiler.arguments import Arguments
+from hfusion.step.memory_budget import block_bytes, state_bytes
 
+# Members that step by themselves, with updates of their own numbers of calls: each equals that model alone.
 DOUBLE = torch.float64
 
 
@@ -222,3 +226,229 @@ def test_wrong_rows_are_refused(name: str) -> None:
     with pytest.raises(error, match=words):
         act(pop)
     assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
+
+
+# Weights of samples in a population's steps: each member equals that model alone with the weighted loss.
+CLASSES = torch.tensor([0.5, 2.0, 1.0], dtype=DOUBLE)
+
+
+def labels(count: int) -> Tensor:
+    return torch.randint(3, (count,))
+
+
+def values(count: int) -> Tensor:
+    return torch.randn(count, 3, dtype=DOUBLE)
+
+
+def shares(count: int) -> Tensor:
+    return torch.rand(count, 3, dtype=DOUBLE).softmax(1)
+
+
+def own(output: Tensor, target: Tensor, reduction: str = "sum") -> Tensor:
+    losses = (output - target).abs().sum(1)
+    return losses if reduction == "none" else losses.sum()
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int], Tensor]]] = {
+    "cross_entropy": (F.cross_entropy, labels),
+    "classes": (functools.partial(F.cross_entropy, weight=CLASSES, label_smoothing=0.1), labels),
+    "ignored": (nn.CrossEntropyLoss(weight=CLASSES, ignore_index=2), labels),
+    "probabilities": (F.cross_entropy, shares),
+    "nll": (nn.NLLLoss(), labels),
+    "mse": (F.mse_loss, values),
+    "sum": (nn.L1Loss(reduction="sum"), values),
+    "batchmean": (nn.KLDivLoss(reduction="batchmean"), shares),
+    "bce": (nn.BCEWithLogitsLoss(), shares),
+    "own": (own, values),
+}
+
+
+def repeated(loss: Callable[..., Any], output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """By the definition: a sample of weight k comes k times."""
+    index = torch.arange(len(weights)).repeat_interleave(weights)
+    return loss(output[index], target[index])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_weight_is_how_often_a_sample_comes(name: str) -> None:
+    loss, targets = LOSSES[name]
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LogSoftmax(1)).double() for _ in range(3)]
+    alone = copy.deepcopy(models)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01 * (1 + row)) for row, model in enumerate(alone)]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.Adam(p, lr=[0.01, 0.02, 0.03]), loss=loss, compile=False)
+    for step in range(4):
+        x, y = torch.randn(8, 4, dtype=DOUBLE), targets(8)
+        if name == "ignored":
+            y[0] = 0
+        weights = torch.randint(3, (3, 8))
+        weights[:, 0] = 1
+        rows = [2, 0] if step == 2 else [0, 1, 2]
+        sample_weights: Any = weights[0] if step == 1 else weights[: len(rows)].double()
+        if step == 3:
+            sample_weights = None
+        losses = pop.step(x, y, weights=sample_weights, rows=rows)
+        for index, row in enumerate(rows):
+            counts = torch.ones(8, dtype=torch.int64) if step == 3 else weights[0 if step == 1 else index]
+            optimizers[row].zero_grad()
+            value = repeated(loss, alone[row](x), y, counts)
+            value.backward()
+            optimizers[row].step()
+            assert_close(losses[row], value.detach())
+    for model, alone_model in zip(pop.models, alone, strict=True):
+        assert model is not None
+        assert_close(model.state_dict(), alone_model.state_dict())
+
+
+def test_a_removed_sample_spoils_nothing() -> None:
+    torch.manual_seed(0)
+    pop = hf.Population(
+        [nn.Linear(4, 3).double() for _ in range(2)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=F.mse_loss,
+        compile=False,
+    )
+    x, y = torch.randn(4, 4, dtype=DOUBLE), values(4)
+    y[1] = torch.nan
+    losses = pop.step(x, y, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    assert bool(losses.isfinite().all())
+    assert not pop.frozen
+
+
+REFUSED_SAMPLE_WEIGHTS: dict[str, tuple[Callable[..., Any], Any, str]] = {
+    "negative": (F.mse_loss, torch.tensor([1.0, -1.0]), "at least 0"),
+    "infinite": (F.mse_loss, torch.tensor([1.0, torch.inf]), "finite"),
+    "all removed": (F.mse_loss, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), "member 1 are 0 for all"),
+    "members": (F.mse_loss, torch.ones(3, 2), "3 rows for 2 members"),
+    "dims": (F.mse_loss, torch.ones(2, 2, 1), r"\[2, 2, 1\]"),
+    "samples": (F.mse_loss, torch.ones(3), "3 weights for losses of shape"),
+    "one value": (lambda output, target: (output - target).square().mean(), torch.ones(2), "takes reduction="),
+    "lengths": (nn.CTCLoss(), torch.ones(2), "ctc_loss"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_SAMPLE_WEIGHTS)
+def test_refused(name: str) -> None:
+    loss, weights, message = REFUSED_SAMPLE_WEIGHTS[name]
+    pop = hf.Population(
+        [nn.Linear(4, 3).double() for _ in range(2)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=loss,
+        compile=False,
+    )
+    with pytest.raises(ValueError, match=message):
+        pop.step(torch.randn(2, 4, dtype=DOUBLE), values(2), weights=weights)
+
+
+# Loaders of own lengths and epochs: each member trains as if alone, and small last batches are one step.
+KINDS = {
+    "samples apart": lambda: [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(5)],
+    "BatchNorm": lambda: [
+        nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)) for _ in range(5)
+    ],
+    "groups": lambda: [nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3)) for width in (5, 6, 5, 6, 7)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_with_loaders_of_their_own_equal_members_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    models = [model.double() for model in KINDS[kind]()]
+    alone = copy.deepcopy(models)
+    data = [(torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))) for n in (11, 8, 3, 10, 6)]
+    loaders = [list(zip(x.split(4), y.split(4), strict=True)) for x, y in data]
+    epochs = [2, 1, 3, 2, 2]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy, compile=False)
+    calls = 0
+    for calls, (inputs, target, rows) in enumerate(hf.zip_loaders(loaders, epochs=epochs), 1):  # noqa: B007
+        pop.step(inputs, target, rows=rows)
+    # Three for each epoch of the longest loader, and one for the third epoch of the smallest one.
+    assert calls == 7
+    for row, (model, loader) in enumerate(zip(alone, loaders, strict=True)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for x, y in loader * epochs[row]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        member = pop.models[row]
+        assert member is not None
+        for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    assert pop.ages.tolist() == [6, 2, 3, 6, 4]
+
+
+BATCH = (torch.zeros(2, 3), torch.zeros(2))
+
+
+def test_rounds() -> None:
+    loaders = [[BATCH] * 2, [BATCH], [(torch.zeros(1, 3), torch.zeros(1))]]
+    rounds = [rows for *_, rows in hf.zip_loaders(loaders, epochs=[1, 1, 2], rows=[4, 0, 2])]
+    assert rounds == [[4, 0], [4], [2], [2]]
+    assert list(hf.zip_loaders([])) == []
+    assert list(hf.zip_loaders([[BATCH]], epochs=0)) == []
+
+
+# ``hf.Population(..., memory=)``: groups and updates of several calls, against the members alone in float64.
+RATES = [0.02 * (b + 1) for b in range(5)]
+CLIP = 0.05
+
+
+def net(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 2)).double()
+
+
+def population(models: list[nn.Module], memory: Any, **options: Any) -> hf.Population:
+    def optimizer(params: Any) -> Any:
+        return hf.optim.Adam(params, lr=RATES[: len(models)], eps=1e-4)
+
+    return hf.Population(
+        models, optimizer=optimizer, loss=F.mse_loss, clip_norm=CLIP, compile=False, memory=memory, **options
+    )
+
+
+def memory_for(models: list[nn.Module], x: Tensor, size: int, sums: int) -> int:
+    """The least memory for ``size`` members at a time; ``sums``: stacks of gradients of earlier calls."""
+    fused = hf.fuse(copy.deepcopy(models))
+    opt = hf.optim.Adam(fused.parameters(), lr=0.1)
+    program = fused.compiled(Arguments.of((x,), {})).program
+    summed = sums * sum(p.nbytes for p in fused.parameters())
+    return state_bytes(fused, opt) + summed + block_bytes(program, size, len(x))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, [1, 2, 1, 3, 2]], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_members_train_as_alone(size: int, accumulate: Any) -> None:
+    torch.manual_seed(0)
+    models = [net() for _ in range(5)]
+    alone = copy.deepcopy(models)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    pop = population(models, memory_for(models, x, size, 0 if accumulate == 1 else 1), accumulate=accumulate)
+    calls = [accumulate] * 5 if isinstance(accumulate, int) else accumulate
+    opts = [torch.optim.Adam(m.parameters(), lr=lr, eps=1e-4) for m, lr in zip(alone, RATES, strict=True)]
+    for step in range(6):
+        losses = pop.step(x + step, y)
+        for b, (model, opt) in enumerate(zip(alone, opts, strict=True)):
+            loss = F.mse_loss(model(x + step), y)
+            (loss / calls[b]).backward()
+            torch.testing.assert_close(losses[b], loss.detach(), rtol=1e-9, atol=0)
+            if (step + 1) % calls[b] == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                opt.step()
+                opt.zero_grad()
+    for b, model in enumerate(alone):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(pop.fused.state_dict()[name][b], value, rtol=1e-9, atol=1e-11)
+    assert f"{size} of 5 at a time" in str(pop.array._step.report())
+
+
+def test_groups_share_the_memory() -> None:
+    """Memory held by other groups is not available to a group's blocks."""
+    torch.manual_seed(0)
+    models = [net(), net(), net(), net(6), net(6)]
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    wide = memory_for(models[:3], x, 2, 0)
+    other = hf.fuse(copy.deepcopy(models[3:]))
+    pop = population(models, wide + state_bytes(other, hf.optim.Adam(other.parameters(), lr=0.1)))
+    assert [group.kind for group in pop.groups] == ["array", "array"]
+    expected = torch.stack([F.mse_loss(model(x), y) for model in models]).detach()
+    torch.testing.assert_close(pop.step(x, y), expected, rtol=1e-9, atol=0)

@@ -1,21 +1,28 @@
-"""Threads and processes that a loader started end when it is no longer read."""
+"""Loaders: threads and processes that they start end, and one that waits holds up its own task only."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
 import threading
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
+import hfusion as hf
 from hfusion.tasks.reading import Reader, end_workers, reading
+from tests.trained import Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
 
+# Threads and processes that a loader started end when it is no longer read.
 # From Python 3.12 on fork warns where there are threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -149,3 +156,100 @@ def test_at_ctrl_c_workers_are_not_asked() -> None:
 
     with nothing_left(), pytest.raises(KeyboardInterrupt):
         interrupted()
+
+
+# A loader that waits holds up its own task only, and each task draws as if it were alone.
+# Seconds after which a loader gives up; tasks that do not hold up one another need milliseconds.
+PATIENCE = 2.0
+
+
+class Meeting:
+    """Two minibatches; with the second it waits for the other loader to be at its own."""
+
+    def __init__(self, reached: Event, other: Event) -> None:
+        self.reached, self.other, self.met = reached, other, False
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(2):
+            if index:
+                self.reached.set()
+                self.met = self.other.wait(PATIENCE)
+            yield torch.randn(3, 4), torch.randn(3, 2)
+
+
+def test_a_loader_may_wait_for_another_task() -> None:
+    events = Event(), Event()
+    loaders = [Meeting(*events), Meeting(*reversed(events))]
+    tasks = [
+        hf.Task([nn.Linear(4, 2) for _ in range(2)], F.mse_loss, hf.optim.SGD, loader, name=f"task-{k}")
+        for k, loader in enumerate(loaders)
+    ]
+    # Before a run one minibatch of each is looked at.
+    hf.train(tasks, hf.Machine([hf.Device(f"cpu:{k}", memory="1GiB") for k in range(2)]))
+    assert all(loader.met for loader in loaders)
+
+
+X, Y = (torch.cat(parts) for parts in zip(*batches(torch.float64, 3), strict=True))
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws for every item, as ``draw`` does."""
+
+    def __init__(self, draw: Callable[[int], Tensor]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # Long enough for the other tasks to draw meanwhile.
+        time.sleep(1e-4)
+        return X[index] + self.draw(index), Y[index]
+
+
+def noise(index: int) -> Tensor:
+    return torch.randn(6, dtype=torch.float64)
+
+
+def seeded(index: int) -> Tensor:
+    torch.manual_seed(index)
+    return noise(index)
+
+
+def forked(index: int) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(index)
+        drawn = noise(index)
+    return drawn + noise(index)
+
+
+ALL = TensorDataset(X, Y)
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(ALL, 5, shuffle=True),
+    "by weight": lambda: DataLoader(ALL, 5, sampler=WeightedRandomSampler([1.0] * len(X), len(X))),
+    "own generator": lambda: DataLoader(ALL, 5, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "its sampler's": lambda: DataLoader(ALL, 5, sampler=RandomSampler(ALL, generator=torch.Generator().manual_seed(4))),
+    "drawing": lambda: DataLoader(Noisy(noise), 5, shuffle=True),
+    "seeding": lambda: DataLoader(Noisy(seeded), 5, shuffle=True),
+    "forking": lambda: DataLoader(Noisy(forked), 5),
+    "workers": lambda: DataLoader(Noisy(noise), 5, shuffle=True, num_workers=1),
+}
+
+
+def test_each_task_draws_as_if_alone() -> None:
+    """Bit for bit, at once on several devices, with dropout in all of them."""
+    arrays = [fused(Dropping) for _ in LOADERS]
+    expected = [plain(array, Way(), make()) for array, make in zip(arrays, LOADERS.values(), strict=True)]
+    tasks = [
+        task(array, Way(), make(), name.replace(" ", "-"))
+        for array, (name, make) in zip(arrays, LOADERS.items(), strict=True)
+    ]
+    on, count = machine(4), len(tasks)
+    plan = planned(tasks, on, [2] * count, [index % 2 == 0 for index in range(count)])
+    before = torch.get_rng_state()
+    assert_same(arrays, tasks, expected, on, plan)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,21 +1,27 @@
-"""Tasks: refused arguments, which models belong together, and the optimizer of each array."""
+"""Tasks: what is refused, how they are arranged into arrays, and what several of them may share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import hfusion as hf
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.optim.hyper import MemberVector
+from hfusion.schedule.plan import Plan, TaskPlan
+from hfusion.tasks.arrange import arrange
 from hfusion.tasks.task import optimizer_of, shapes
-from tests.trained import machine
+from tests.trained import EPOCHS, SEED, Way, machine, plain
 
+# Tasks: refused arguments, which models belong together, and the optimizer of each array.
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
 RATES = [0.1, 0.2, 0.3, 0.4]
 
@@ -188,3 +194,365 @@ def test_an_optimizer_that_does_not_fit_some_members() -> None:
     models = [linear(), linear(5)]
     with pytest.raises(PlanError, match="its optimizer gave SGD; give one of"):
         hf.plan([task(models=models, optimizer=torchs)], machine())
+
+
+# Arranging tasks into arrays: which models are fused, how arrays are named, and which tasks are refused.
+def arrange_task(name: str = "mine", **values: Any) -> hf.Task:
+    defaults = {
+        "models": [linear(), linear()],
+        "loss": nn.functional.cross_entropy,
+        "optimizer": lambda params: hf.optim.SGD(params, lr=0.1),
+        "loader": [PAIR],
+    }
+    return hf.Task(**(defaults | {"name": name} | values))
+
+
+class Lying:
+    """Says that it has minibatches, and gives none."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Once(list[Any]):
+    """Can be read once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise AssertionError("read")
+
+
+def tied() -> list[nn.Module]:
+    """Two models with one trained weight."""
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    second.weight = first.weight
+    return [first, second]
+
+
+REFUSED_ARRANGE: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "no task": ([], "there is no task: give at least one hf.Task"),
+    "one name": ([{}, {}], "two tasks are named 'mine': give each its own name"),
+    "read once": (
+        [{"loader": Once([PAIR])}],
+        "the loader of class Once can be read only once. Give one that can be read",
+    ),
+    "evaluated once": ([{"eval_loader": Once([PAIR])}], "the eval_loader of class Once can be read only once"),
+    "nothing": ([{"loader": Lying()}], "'mine': the loader gives no minibatch, but its length is 3: give one whose"),
+    "no pair": ([{"loader": [PAIR[0]]}], "'mine': a minibatch of the loader is Tensor; it must be a pair"),
+    "three": ([{"loader": [(*PAIR, 1)]}], r"a minibatch of the loader is 3 values; .*pair \(inputs, target\), inputs"),
+    "one norm for many": (
+        [{"models": tied(), "clip_norm": 1.0}],
+        "'mine' is clipped per member, but 'weight' is one trained tensor for all members.*: freeze it, or give each",
+    ),
+    "negative clip": (
+        [{"clip_norm": [1.0, -1.0]}],
+        r"'mine': clip_norm is \[1.0, -1.0\]: every value must be at least 0",
+    ),
+    "losses of samples": (
+        [{"loss": lambda y, t: nn.functional.cross_entropy(y, t, reduction="none")}],
+        r"'mine': the losses of 2 members have shape \[2, 2\]; the loss must reduce to one number per member",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ARRANGE)
+def test_tasks_that_cannot_be_arranged_are_refused(case: str) -> None:
+    values, words = REFUSED_ARRANGE[case]
+    with pytest.raises(PlanError, match=words):
+        hf.train([arrange_task(**options) for options in values], machine())
+
+
+def test_a_task_that_fits_in_no_way_names_the_smallest_budget() -> None:
+    with pytest.raises(PlanError, match=r"smallest .*budget"):
+        hf.plan([arrange_task()], machine(memory="64B"))
+
+
+def other_plan(plan: Plan, **values: Any) -> Plan:
+    return replace(plan, tasks=(replace(plan.tasks[0], **values),))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"name": "yours"},
+            "the plan was made for task 'yours' with name 'yours', and task 'mine' of this call has 'mine':",
+        ),
+        ({"steps": 2, "epoch": 2}, "the plan was made for task 'mine' with"),
+        ({"width": 1}, "the plan was made for task 'mine' with"),
+        ({"accumulate": 2}, "the plan was made for task 'mine' with"),
+        ({"clipped": True}, "the plan was made for task 'mine' with"),
+        ({"evaluated": 2}, "task 'mine' with evaluated 2, and task 'mine' of this call has 0"),
+    ],
+)
+def test_a_plan_of_other_tasks(values: dict[str, Any], words: str) -> None:
+    hf_task = arrange_task()
+    plan = hf.plan([hf_task], machine())
+    with pytest.raises(PlanError, match=words):
+        hf.train([hf_task], machine(), plan=other_plan(plan, **values))
+
+
+def test_a_plan_of_more_tasks_or_other_devices() -> None:
+    tasks = [arrange_task(), arrange_task("yours")]
+    for planned, on in (([*tasks], machine()), (tasks[:1], machine(2))):
+        with pytest.raises(PlanError, match="the plan given has other tasks or devices than those of this call"):
+            hf.train(tasks[:1], machine(), plan=hf.plan(planned, on))
+
+
+@pytest.mark.parametrize("call", [hf.plan, hf.train])
+def test_other_types_for_machine_or_plan_are_refused(call: Callable[..., Any]) -> None:
+    for value in (3, "cpu", hf.Device("cpu", memory="1GiB")):
+        with pytest.raises(
+            PlanError, match=rf"machine must be an hf.Machine, got {type(value).__name__}. Give hf.Machine.detect\(\)"
+        ):
+            call(arrange_task(), value)
+    no_plan: Any = "plan"
+    with pytest.raises(PlanError, match=r"plan must be what hf.plan returned, got str"):
+        hf.train(arrange_task(), machine(), plan=no_plan)
+
+
+def test_a_plan_of_another_program() -> None:
+    deep = nn.Sequential(linear(), nn.Tanh(), nn.Linear(2, 2))
+    for hf_task, other in (
+        (arrange_task(), arrange_task(models=[deep] * 1)),
+        (arrange_task(models=[deep]), arrange_task(models=[linear()])),
+    ):
+        task_plan = replace(hf.plan([other], machine()).tasks[0], width=hf_task.members)
+        plan = replace(hf.plan([hf_task], machine()), tasks=(task_plan,))
+        with pytest.raises(
+            PlanError, match=r"has \d operators, but the shards given are of one with \d operators; make a new plan"
+        ):
+            hf.train([hf_task], machine(), plan=plan)
+
+
+def test_names_of_arrays() -> None:
+    models = [linear(), linear(5), linear()]
+    arrangements, plan = arrange(
+        [arrange_task(models=models), arrange_task("array", models=hf.fuse([linear()]))], machine()
+    )
+    assert [arrangement.members for arrangement in arrangements] == [(0, 2), (1,), (0,)]
+    assert [task_plan.name for task_plan in plan.tasks] == ["mine.0", "mine.1", "array"]
+    assert all(task_plan.resident for task_plan in plan.tasks)
+
+
+@pytest.mark.parametrize("with_generator", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("size", [4, 3], ids=["full", "ragged"])
+def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(with_generator: bool, size: int) -> None:
+    """Also where the loader has a generator of its own, which every pass over it advances."""
+    data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
+
+    def loader() -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(
+            data, size, shuffle=True, generator=torch.Generator().manual_seed(3) if with_generator else None
+        )
+
+    array = hf.fuse([linear(), linear()])
+    settings = Way(lambda params: hf.optim.SGD(params, lr=0.1))
+    losses, after = plain(array, settings, loader())  # type: ignore[arg-type]
+    hf_task = arrange_task(models=array, loader=loader(), epochs=EPOCHS, seed=SEED)
+    assert torch.equal(hf.train([hf_task], machine())["mine"].losses, losses)
+    for name, tensor in array.state_dict().items():
+        assert torch.equal(tensor, after[name])
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_less_memory_more_shards(clip: float | None) -> None:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    models = [nn.Sequential(*layers) for _ in range(2)]
+    batch = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
+
+    def planned(budget: int) -> TaskPlan:
+        hf_task = arrange_task(models=models, loader=[batch], clip_norm=clip)
+        return hf.plan([hf_task], machine(memory=f"{budget}B")).tasks[0]
+
+    need = planned(1 << 40).device_bytes
+    counts = []
+    for part in (2, 3, 4, 6):
+        task_plan = planned(need // part)
+        assert task_plan.device_bytes <= need // part
+        counts.append(len(task_plan.shards))
+    assert counts == sorted(counts)
+    smallest = next(budget for budget in range(need // 14, need, 256) if fits(planned, budget))
+    alone = planned(smallest)
+    assert alone.device_bytes <= smallest
+
+
+def fits(planned: Callable[[int], object], budget: int) -> bool:
+    try:
+        planned(budget)
+    except PlanError:
+        return False
+    return True
+
+
+# Tasks that share arrays, members, models, loaders or random generators: some may, others are refused.
+DATA = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
+LOADER = list(DataLoader(DATA, 4))
+
+
+def sharing_task(name: str, models: Any, **values: Any) -> hf.Task:
+    return hf.Task(models, **({"loss": F.cross_entropy, "optimizer": sgd, "loader": LOADER} | values), name=name)
+
+
+class Net(nn.Module):
+    """A frozen base, which may be shared, and a trained head with a buffer."""
+
+    def __init__(self, base: nn.Module | None = None) -> None:
+        super().__init__()
+        self.base = base or nn.Linear(3, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.base(x)))  # type: ignore[no-any-return]
+
+
+def array() -> hf.FusedModule:
+    return hf.fuse([Net(), Net()], verify=False)
+
+
+def reached(other: Callable[[hf.FusedModule], Any]) -> list[hf.Task]:
+    fused = array()
+    return [sharing_task("first", fused), sharing_task("second", other(fused))]
+
+
+class Tied(nn.Module):
+    """Its weight is another model's."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.pad(x, (0, 1)), self.weight)
+
+
+def averaging(fused: hf.FusedModule) -> nn.Module:
+    norm = nn.BatchNorm1d(3)
+    norm.running_mean = fused[0].norm.running_mean
+    return norm
+
+
+def persistent() -> list[hf.Task]:
+    loader = DataLoader(DATA, 4, num_workers=1, persistent_workers=True)
+    return [sharing_task("first", Net(), eval_loader=loader), sharing_task("second", Net(), loader=loader)]
+
+
+def drawing(make: Callable[[torch.Generator], DataLoader[Any]]) -> list[hf.Task]:
+    draw = torch.Generator()
+    return [sharing_task("first", Net(), loader=make(draw)), sharing_task("second", Net(), loader=make(draw))]
+
+
+def twice() -> list[hf.Task]:
+    return [sharing_task("first", Net())] * 2
+
+
+SHARE = "tasks 'first' and 'second' share memory: .* of the array that 'first' trains in place"
+REFUSED_SHARING: dict[str, tuple[Callable[[], Any], str]] = {
+    "an array": (lambda: reached(lambda fused: fused), f"{SHARE}.*Train both in one task"),
+    "a member of an array": (lambda: reached(lambda fused: fused[0]), SHARE),
+    "members of an array": (lambda: reached(lambda fused: [fused[1], Net()]), SHARE),
+    "a part of a member": (lambda: reached(lambda fused: nn.Sequential(fused[0].base, fused[0].norm)), SHARE),
+    "a buffer": (lambda: reached(averaging), "'running_mean' of 'second' is 'norm.running_mean' of the array"),
+    "a tied weight": (
+        lambda: reached(lambda fused: Tied(fused[0].head.weight)),
+        "'weight' of 'second' is 'head.weight'",
+    ),
+    "a frozen view of a trained weight": (
+        lambda: reached(lambda fused: Tied(nn.Parameter(fused[0].head.weight.detach(), requires_grad=False))),
+        "'weight' of 'second' is 'head.weight' of the array",
+    ),
+    "the other way round": (lambda: reached(lambda fused: fused[0])[::-1], SHARE),
+    "one task twice": (twice, "task 'first' is given twice"),
+    "one name": (lambda: [sharing_task("first", Net()), sharing_task("first", Net())], "two tasks are named 'first'"),
+    "no task": (list, "there is no task"),
+    "models": (lambda: [Net()], "task 0 must be an hf.Task, got Net"),
+    "a model": (Net, "task 0 must be an hf.Task, got Net"),
+    "a number": (lambda: 3, "task 0 must be an hf.Task, got int"),
+    "workers": (persistent, "'first' and 'second' read with the workers of one DataLoader: .*persistent_workers=False"),
+    "a generator": (
+        lambda: drawing(lambda draw: DataLoader(DATA, 4, shuffle=True, generator=draw)),
+        r"'first' and 'second' draw from one torch.Generator: .*hf.Task\(seed=...\)",
+    ),
+    "a sampler's generator": (
+        lambda: drawing(lambda draw: DataLoader(DATA, 4, sampler=RandomSampler(DATA, generator=draw))),
+        "draw from one torch.Generator",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", [hf.plan, hf.train])
+@pytest.mark.parametrize("name", REFUSED_SHARING)
+def test_what_is_refused(name: str, call: Callable[..., Any]) -> None:
+    make, words = REFUSED_SHARING[name]
+    with pytest.raises(PlanError, match=words):
+        call(make(), machine())
+
+
+def test_a_run_within_another_trains_nothing_of_it() -> None:
+    array, messages = hf.fuse([Net(), Net()], verify=False), list[str]()
+
+    def nested(result: Any) -> None:
+        for models in (array, [array, Net()]):
+            with pytest.raises(
+                PlanError, match="which trains it and has not ended: train one after the other"
+            ) as error:
+                hf.train(sharing_task("inner", models), machine())
+            messages.append(str(error.value))
+        hf.train(sharing_task("apart", array.unfuse()), machine())
+
+    hf.train(sharing_task("outer", array), machine(), on_result=nested)
+    assert len(messages) == 2 * len(LOADER)
+    assert messages[0].startswith("task 'inner' shares 'norm.weight' with the task 'outer'")
+    hf.train(sharing_task("inner", array), machine())
+
+
+def alone(hf_task: hf.Task) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    report = hf.train(hf_task, machine())[hf_task.name]
+    return report.losses, [model.state_dict() for model in report.models]
+
+
+def one_list() -> list[hf.Task]:
+    models = [Net(), Net()]
+    return [sharing_task(name, models, optimizer=lambda p, lr=lr: hf.optim.SGD(p, lr=lr)) for name, lr in RATES_SHARING]
+
+
+RATES_SHARING = (("first", 0.1), ("second", 0.5))
+
+
+def one_base() -> list[hf.Task]:
+    base = nn.Linear(3, 4).requires_grad_(False)
+    arrays = [hf.fuse([Net(base), Net(base)], verify=False) for _ in RATES_SHARING]
+    return [sharing_task(name, fused) for (name, _), fused in zip(RATES_SHARING, arrays, strict=True)]
+
+
+def one_loader() -> list[hf.Task]:
+    loader = DataLoader(DATA, 4, shuffle=True)
+    return [sharing_task(name, Net(), loader=loader, seed=seed) for seed, (name, _) in enumerate(RATES_SHARING)]
+
+
+@pytest.mark.parametrize("make", [one_list, one_base, one_loader])
+def test_what_may_be_shared(make: Callable[[], list[hf.Task]]) -> None:
+    """Together as each alone, bit for bit."""
+    tasks = make()
+    expected = [alone(hf_task) for hf_task in copy.deepcopy(tasks)]
+    report = hf.train(tasks, machine(2))
+    for hf_task, (losses, states) in zip(tasks, expected, strict=True):
+        assert torch.equal(report[hf_task.name].losses, losses)
+        for model, state in zip(report[hf_task.name].models, states, strict=True):
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, state[name]), name
+
+
+def test_one_task_or_any_iterable() -> None:
+    def several() -> Iterator[hf.Task]:
+        yield sharing_task("first", Net())
+        yield sharing_task("second", Net())
+
+    assert [task_plan.name for task_plan in hf.plan(sharing_task("only", Net()), machine()).tasks] == ["only"]
+    assert list(hf.train(several(), machine())) == ["first", "second"]

@@ -1,0 +1,485 @@
+"""Batches of other sizes for each member: outputs, losses, gradients and buffers are those of the member alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.core.ragged import Ragged
+from hfusion.passes.cost.padding import SizeCosts
+
+# Batches of different sizes: each member's outputs, losses, gradients and buffers are those of the member alone.
+SIZES = [3, 5, 64, 5]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (hidden, _) = self.lstm(x)
+        logits: Tensor = self.head(hidden[-1])
+        return logits
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embed(x)).mean(1))
+        return logits
+
+
+class Contrast(nn.Module):
+    """Samples are compared with each other, and their number is used."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen += x.shape[0]
+        h = F.normalize(self.embed(x), dim=1)
+        mixed: Tensor = h - (h @ h.t()).softmax(1) @ h / x.shape[0]
+        return mixed
+
+
+class Branching(nn.Module):
+    """A model that branches on values, and so runs as the members' own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x) if float(x.detach().sum()) > 0 else self.b(x) * 2
+        return y
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def rows(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, rows(4)),
+    "cnn": (cnn, rows(2, 6, 6)),
+    "batch norm": (batch_norm, rows(2, 6, 6)),
+    "lstm": (Recurrent, rows(6, 4)),
+    "transformer": (Transformer, lambda n: torch.randint(7, (n, 5))),
+    "contrast": (Contrast, rows(4)),
+    "branching": (Branching, rows(4)),
+}
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": F.cross_entropy,
+    "sum": lambda y, t: F.cross_entropy(y, t, reduction="sum"),
+    "label smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "squared mean": lambda y, t: F.cross_entropy(y, t, reduction="none").mean() ** 2 + y.std(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def close(actual: Any, expected: Any, name: str = "") -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
+
+
+def check(make: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Any, sizes: list[int]) -> hf.FusedModule:
+    """Three steps of SGD with momentum; losses, gradients, parameters and buffers after each."""
+    models = [make() for _ in sizes]
+    fused = hf.fuse(models)
+    opt = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
+    opts = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    step = hf.train_step(fused, loss, opt, compile=True)
+    for shift in range(3):
+        rotated = sizes[shift:] + sizes[:shift]
+        xs, ts = [batch(n) for n in rotated], [torch.randint(3, (n,)) for n in rotated]
+        losses = step(hf.stacked(xs), hf.stacked(ts))
+        for b, (model, optimizer) in enumerate(zip(models, opts, strict=True)):
+            optimizer.zero_grad()
+            value = loss(model(xs[b]), ts[b])
+            value.backward()
+            optimizer.step()
+            close(losses[b], value.detach(), f"loss of {b}")
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    close(fused.get_parameter(name).grad[b], parameter.grad, f"gradient of {name} of {b}")  # type: ignore[index]
+            for name, tensor in model.state_dict().items():
+                close(fused.state_dict()[name][b], tensor, f"{name} of {b}")
+    return fused
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_members_alone(name: str) -> None:
+    make, batch = MODELS[name]
+    check(make, batch, F.cross_entropy, SIZES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_own_samples(name: str) -> None:
+    check(mlp, rows(4), LOSSES[name], SIZES)
+
+
+@settings(max_examples=8, deadline=None)
+@given(sizes=st.lists(st.integers(2, 9), min_size=2, max_size=4))
+def test_any_sizes(sizes: list[int]) -> None:
+    torch.set_default_dtype(torch.float64)
+    check(mlp, rows(4), F.cross_entropy, sizes)
+    check(batch_norm, rows(2, 6, 6), F.cross_entropy, sizes)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 1, 7], [4, 1, 1], [0, 4]])
+def test_batches_of_one_sample_and_of_none(sizes: list[int]) -> None:
+    fused = hf.fuse(models := [mlp() for _ in sizes])
+    xs = [torch.randn(n, 4) for n in sizes]
+    for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+        close(actual, model(x))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_in_eval_mode(name: str) -> None:
+    make, batch = MODELS[name]
+    fused = hf.fuse(models := [make() for _ in SIZES]).eval()
+    xs = [batch(n) for n in SIZES]
+    with torch.no_grad():
+        outputs = fused(hf.stacked(xs))
+        assert isinstance(outputs, Ragged)
+        for actual, model, x in zip(outputs, models, xs, strict=True):
+            close(actual, model.eval()(x))
+
+
+def test_a_nan_of_one_changes_no_bit_of_others() -> None:
+    fused = hf.fuse([mlp() for _ in SIZES])
+    xs = [torch.randn(n, 4) for n in SIZES]
+    before = fused(hf.stacked(xs))
+    spoilt = [x.clone() for x in xs]
+    spoilt[1][0] = torch.nan
+    after = fused(hf.stacked(spoilt))
+    for b in (0, 2, 3):
+        assert torch.equal(before[b], after[b])
+    assert after[1].isnan().any()
+    assert not after[1][1:].isnan().any()
+
+
+def test_mismatched_batches_are_named() -> None:
+    fused = hf.fuse([mlp() for _ in SIZES])
+    xs = [torch.randn(n, 4) for n in SIZES]
+    with pytest.raises(ValueError, match="holds 3 batches"):
+        fused(hf.stacked(xs[:3]))
+    outputs = fused(hf.stacked(xs))
+    with pytest.raises(ValueError, match="holds 3 batches"):
+        hf.per_model(F.cross_entropy)(outputs, hf.stacked([torch.zeros(n, dtype=torch.int64) for n in SIZES[:3]]))
+    with pytest.raises(ValueError, match="batch_size") as error:
+        hf.per_model(F.cross_entropy)(outputs, hf.stacked([torch.zeros(n, dtype=torch.int64) for n in (3, 5, 64, 6)]))
+    assert "members [3]" in "".join(error.value.__notes__)
+
+
+# Batches filled up to one size: what is proven of a forward, and results equal to the members alone.
+SIZES_PADDED = (3, 5, 64)
+
+
+class Then(nn.Module):
+    """A layer, and a function of its result."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(self.embed(x)).mean(1)
+        return result
+
+
+class RecurrentPadded(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], batch_first: bool) -> None:
+        super().__init__()
+        self.layer = kind(4, 5, 2, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Any:
+        outputs, states = self.layer(x if self.batch_first else x.transpose(0, 1))
+        return outputs, states if isinstance(states, Tensor) else states[0]
+
+
+class Token(nn.Module):
+    """Its batch size is used where it only repeats rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layer = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.token.expand(x.shape[0], -1, -1)
+        result: Tensor = self.layer(torch.cat([tokens, x, torch.zeros(x.shape[0], 1, 4)], 1))
+        return result
+
+
+def padded_cnn() -> nn.Module:
+    norms = nn.GroupNorm(2, 4), nn.MaxPool2d(2)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *norms, nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 3))
+
+
+def of(*shape: int) -> Callable[[int], Tensor]:
+    return lambda size: torch.randn(size, *shape)
+
+
+def then(function: Callable[[Tensor], Any]) -> tuple[Callable[[], nn.Module], Callable[[int], Tensor]]:
+    return lambda: Then(function), of(4)
+
+
+PADDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)), of(4)),
+    "no dropout": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0)), of(4)),
+    "cnn": (padded_cnn, of(2, 6, 6)),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4), nn.AdaptiveAvgPool1d(2)), of(2, 6)),
+    "lstm": (lambda: RecurrentPadded(nn.LSTM, True), of(6, 4)),
+    "embedding": (lambda: nn.Embedding(7, 3, padding_idx=0), lambda size: torch.randint(7, (size, 2))),
+    "token": (Token, of(3, 4)),
+    "prelu": (lambda: nn.Sequential(nn.Conv1d(2, 3, 1), nn.PReLU(3)), of(2, 5)),
+    "columns": then(lambda x: (x[:, 1:], x.flip(1), x.softmax(1), x.cumsum(1))),
+    "norm": then(lambda x: x / x.norm(dim=-1, keepdim=True)),
+    "products": then(lambda x: x[:, :, None] @ x[:, None] + x.unsqueeze(1).bmm(x.unsqueeze(2))),
+    "weights of no sample": then(lambda x: x @ torch.eye(4).softmax(0)),
+    "largest": then(lambda x: torch.stack(x.max(1)[:1] + x.topk(2)[0].unbind(1), 1)),
+}
+
+GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]] = {
+    "encoder": (Encoder, lambda size: torch.randint(7, (size, 5)), "transpose.int: it moves the samples"),
+    "gru, steps first": (lambda: RecurrentPadded(nn.GRU, False), of(6, 4), "transpose.int: it moves the samples"),
+    "transposed": (*then(lambda x: x.t()), "t: it may mix"),
+    "outer product": (*then(lambda x: torch.einsum("ni,nj->nij", x, x)), "einsum: it may mix"),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), of(4), "forward changes 1."),
+    "batch norm without statistics": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)),
+        of(4),
+        "batch_norm: its training is True",
+    ),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), of(4), "dropout: it draws"),
+    "counts of an index": (
+        lambda: nn.Embedding(7, 3, scale_grad_by_freq=True),
+        lambda size: torch.randint(7, (size, 2)),
+        "embedding: its scale_grad_by_freq",
+    ),
+    "centered": (*then(lambda x: x - x.mean(0)), "mean.dim: it works along"),
+    "backwards": (*then(lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)]), "mix samples"),
+    "flip": (*then(lambda x: x.flip(0)), "flip: it works along"),
+    "softmax": (*then(lambda x: x.softmax(0)), "softmax.int: it works along"),
+    "flat": (*then(lambda x: x.reshape(-1)), "reshape: it moves or merges"),
+    "halves": (*then(lambda x: x.reshape(-1, 2, 2).reshape(4, -1)), "reshape: it moves or merges"),
+    "cumsum": (*then(lambda x: x.cumsum(0)), "cumsum: it works along"),
+    "number of samples": (*then(lambda x: x / x.shape[0]), "it uses the number of samples"),
+    "numbers of samples": (*then(lambda x: x + torch.full((x.shape[0], 1), x.shape[0])), "full"),
+    "sum": (*then(lambda x: x.sum()), "sum: it may mix"),
+    "products": (*then(lambda x: x @ x.t()), "t: it may mix"),
+    "pairs": (*then(lambda x: (x[:, None] - x[None]).sum(1)), "unsqueeze: it moves"),
+    "first sample": (*then(lambda x: x - x[:1]), "slice.Tensor: it picks"),
+    "last samples": (*then(lambda x: x[1:]), "slice.Tensor: it picks"),
+    "joined": (*then(lambda x: torch.cat([x, x])), "cat: it works along"),
+    "sorted": (*then(lambda x: x.sort(0)[0]), "sort: it works along"),
+    "branch on the size": (*then(lambda x: x if x.shape[0] > 10 else -x), ""),
+}
+
+
+def rows_of(outputs: Any, row: int) -> list[Any]:
+    parts = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [part[row] if isinstance(part, Tensor | hf.Ragged) else part for part in parts]
+
+
+def padded_check(make: Callable[[], nn.Module], batch: Callable[[int], Tensor], sizes: Any) -> hf.FusedModule:
+    """Outputs and gradients of parameters and inputs, against the members alone."""
+    fused = hf.fuse(models := [make() for _ in sizes])
+    xs = [batch(size) for size in sizes]
+    xs = [x.requires_grad_() if x.is_floating_point() else x for x in xs]
+    outputs = fused(hf.stacked(xs))
+    total = sum(t.pow(2).sum() for b in range(len(sizes)) for t in rows_of(outputs, b) if isinstance(t, Tensor))
+    total.backward()  # type: ignore[union-attr]
+    if any("Dropout" in str(model) and "p=0.5" in str(model) for model in models):
+        return fused
+    for b, model in enumerate(models):
+        x = xs[b].detach().requires_grad_(xs[b].requires_grad)
+        outcome = model(x)
+        expected = list(outcome) if isinstance(outcome, tuple) else [outcome]
+        torch.testing.assert_close(rows_of(outputs, b), expected, rtol=1e-9, atol=1e-11)
+        sum(tensor.pow(2).sum() for tensor in expected if isinstance(tensor, Tensor)).backward()  # type: ignore[union-attr]
+        if x.requires_grad:
+            torch.testing.assert_close(xs[b].grad, x.grad, rtol=1e-9, atol=1e-11)
+        for name, parameter in model.named_parameters():
+            gradient = fused.get_parameter(name).grad
+            assert gradient is not None
+            torch.testing.assert_close(gradient[b], parameter.grad, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: n + m)
+    return fused
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_filled_up_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
+    fused = padded_check(*PADDED[name], SIZES_PADDED)
+    assert fused.report().sizes == (
+        "batches of different sizes run in one call where that is estimated to be faster, filled up to the largest",
+    )
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_models_that_mix_samples_run_by_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
+    make, batch, why = GROUPED[name]
+    fused = padded_check(make, batch, SIZES_PADDED)
+    assert all("by a call for each size" in line for line in fused.report().sizes)
+    assert why in str(fused.report())
+
+
+def test_values_that_are_not_finite_stay_with_their_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
+    fused = hf.fuse(models := [PADDED["mlp"][0]() for _ in SIZES_PADDED])
+    xs = [torch.randn(n, 4) for n in SIZES_PADDED]
+    xs[1][-1] = torch.inf
+    outputs = fused(hf.stacked(xs))
+    F.cross_entropy(outputs[2], torch.zeros(64, dtype=torch.int64)).backward()
+    gradients = fused.get_parameter("0.weight").grad
+    assert gradients is not None
+    assert not gradients[2].isnan().any()
+    for actual, model, x in zip(outputs, models, xs, strict=True):
+        torch.testing.assert_close(actual, model(x), rtol=1e-9, atol=1e-11, equal_nan=True)
+
+
+# Targets and inputs of which any size may differ between members: losses, updates and metrics of each as alone.
+CLASSES = (3, 5, 3, 7)
+X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def own_mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().sum(1).mean()
+
+
+def one_hot() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [F.one_hot(torch.randint(c, (6,), generator=draw), c).double() for c in CLASSES]
+
+
+def values() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(6, c, dtype=torch.float64, generator=draw) for c in CLASSES]
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
+    "one-hot targets": (F.cross_entropy, one_hot),
+    "regression targets": (F.mse_loss, values),
+    "own reduction": (own_mean, values),
+}
+
+
+def heads() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, c)).double() for c in CLASSES]
+
+
+def sgd(params: list[nn.Parameter]) -> hf.optim.SGD:
+    return hf.optim.SGD(params, lr=[0.1, 0.2, 0.3, 0.4], momentum=0.9)
+
+
+def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tuple[list[nn.Module], Tensor]:
+    models, losses = heads(), []
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1 * (1 + row), momentum=0.9) for row, model in enumerate(models)
+    ]
+    for _ in range(steps):
+        member_losses = []
+        for model, optimizer, target in zip(models, optimizers, targets, strict=True):
+            optimizer.zero_grad()
+            member_loss = loss(model(X), target)
+            member_loss.backward()
+            optimizer.step()
+            member_losses.append(member_loss.detach())
+        losses.append(torch.stack(member_losses))
+    return models, torch.stack(losses)
+
+
+def by_population(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
+    pop = hf.Population(heads(), optimizer=sgd, loss=loss, compile=compile)
+    losses = torch.stack([pop.step(X, hf.stacked(targets)).detach() for _ in range(3)])
+    return [pop.models[row] for row in range(len(CLASSES))], losses
+
+
+def by_train(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
+    task = hf.Task(heads(), loss, sgd, [(X, hf.stacked(targets))] * 3, compile=compile)
+    result = hf.train([task])["task"]
+    return list(result.models), result.losses
+
+
+TRAINED = {"Population": by_population, "train": by_train}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("how", TRAINED)
+@pytest.mark.parametrize("name", CASES)
+def test_each_trains_as_alone(name: str, how: str, compile: bool) -> None:
+    loss, make = CASES[name]
+    targets = make()
+    models, expected = alone(loss, targets, 3)
+    trained, losses = TRAINED[how](loss, targets, compile)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
+    for member, model in zip(trained, models, strict=True):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(member.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_inputs_may_differ_in_any_size() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in range(3)]
+    fused = hf.fuse(copy.deepcopy(models))
+    xs = [torch.randn(n, length, 4, dtype=torch.float64) for n, length in ((2, 3), (2, 5), (4, 3))]
+    for _ in range(2):
+        y = fused(hf.stacked(xs))
+        for row, model in enumerate(models):
+            torch.testing.assert_close(y[row], model(xs[row]), rtol=1e-9, atol=1e-12)
