@@ -44,6 +44,9 @@ class Lion(Optimizer):
                 state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
 
+# The plain forms of what torch does not have, by name.
+PLAIN = {"Lion": Lion}
+
 # Arrays of parameters next to the members they are the stack of, and the oracle that compares them.
 SHAPES = ((4, 3), (), (5,), (2, 1, 3), (0,))
 
@@ -135,7 +138,7 @@ def start_alone(name: str, options: Mapping[str, Any], array: Array) -> list[Any
 
 def alone_class(name: str) -> Any:
     """The optimizer of one member: torch's, or the plain form of what torch does not have."""
-    return getattr(torch.optim, name, None) or {"Lion": Lion}[name]
+    return getattr(torch.optim, name, None) or PLAIN[name]
 
 
 def run(array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequence[int] = ()) -> None:
