@@ -24,7 +24,7 @@ from hfusion.step.autotune import ONE_PART, PARTS
 from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.program_lifecycle import InUse
 from hfusion.step.train_step import TrainStep
-from tests.step.test_programs_of_steps import arrays, loss_of
+from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
 from tests.zoo import MODELS, Model, normal
 

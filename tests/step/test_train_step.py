@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.step.test_programs_of_steps import TRACED, adam, arrays, close, compare, eager, loss_of
+from tests.step.test_step_graph import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
