@@ -162,7 +162,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         """Return the groups of this step with their gradients. Everything that may fail is done before any update."""
         work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
-            coupling.check_caller(self)
             before = [groups for _, groups in self._prepared.values()]
             work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
             # Cache only if the groups are the same as in the last step, since shards come and go.

@@ -6,10 +6,9 @@ computes with several elements, such as a norm of the tensor, mixes the members 
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -24,14 +23,9 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import any_absent, frozen_rows
 from hfusion.core.membership import Membership, arrays, membership
 from hfusion.core.row_gradients import settle
-from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
+from hfusion.optim.param_groups import split_by_stack_dims
 from hfusion.torch_private.module_hooks import BatchNorm
-from hfusion.torch_private.optimizer_hooks import (
-    count_global_step_hooks,
-    has_step_hooks,
-    wrap_norm,
-    wrap_optimizer_methods,
-)
+from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
 _ELEMENTWISE = frozenset(
@@ -55,6 +49,8 @@ _COUPLING: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "scales a step by norms over a whole tensor",
     torch.optim.Muon: "orthogonalises a whole matrix",
 }
+# What implementations of sharpness-aware minimization have in common: the norm in their first step is over all members.
+_SAM = ("first_step", "second_step")
 _REMEDY = "give each member an optimizer of its own, as docs/forward.md shows, or take one of hf.optim"
 
 
@@ -74,6 +70,8 @@ def check(optimizer: Any) -> None:
     for coupling_kind, why in _COUPLING.items():
         if isinstance(optimizer, coupling_kind):
             raise FusionError(f"{name} {why}, and {where}, which it would couple; {_REMEDY}")
+    if all(hasattr(optimizer, method) for method in _SAM):
+        raise FusionError(f"{name} scales a step by one norm over all tensors, and {where}: {_REMEDY}")
     _warn_once(
         name,
         f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself; if not, "
@@ -115,7 +113,7 @@ def warn(text: str) -> None:
 
 
 def watch(array: nn.Module | None = None) -> None:
-    """Install the hooks that check uses of arrays' parameters by optimizers and by torch's norms of gradients."""
+    """Install the hook that checks optimizers of arrays' parameters."""
     if array is not None:
         arrays.add(array)
     _hook()
@@ -133,13 +131,8 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 @cache
 def _hook() -> Any:
-    """Look at optimizers when they take param groups, reset gradients and step, and at norms over gradients.
-
-    Some never call their own `step`, such as SAM: `add_param_group`, which every construction calls, sees them. Others,
-    which wrap another optimizer, construct nothing; its `step` sees its caller. torch has a hook for steps only.
-    """
-    wrap_optimizer_methods(_add_param_group, _zero_grad)
-    wrap_norm(_grouped)
+    """Check every optimizer of this process right before its steps, by torch's global hook."""
+    spare_dynamo()
     return register_optimizer_step_pre_hook(_before_step)
 
 
@@ -147,39 +140,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     settle(_params(optimizer))
     _check_frozen(optimizer)
     check(optimizer)
-    # The first parameters only: every optimizer of this process comes here at every step.
-    if any(group["params"] and membership(group["params"][0]) is not None for group in optimizer.param_groups):
-        check_caller(optimizer)
-
-
-def check_caller(optimizer: Optimizer) -> None:
-    """Check the object whose method steps ``optimizer``, if it has the same param groups: SAM, LARC, Lookahead."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    owner = frame.f_locals.get("self") if frame is not None else None
-    if owner is None or owner is optimizer or type(owner).__module__.startswith(_TRANSPARENT):
-        return
-    groups = getattr(owner, "param_groups", None)
-    if isinstance(groups, list) and any(group is stepped for group in groups for stepped in optimizer.param_groups):
-        check(owner)
-
-
-# Packages whose wrappers of optimizers pass on calls and gradients as they are.
-_TRANSPARENT = ("accelerate.", "lightning.", "pytorch_lightning.")
-
-
-def _add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def add_param_group(self: Optimizer, param_group: Any) -> None:
-        # Optimizers of hf.optim check their groups themselves when options are vectors [B].
-        looks = not asked_of_members(param_group) and not getattr(self, "keeps_members_apart", False)
-        original(self, param_group)
-        check(self)
-        if looks:
-            check_groups(self)
-
-    return add_param_group
 
 
 def check_groups(optimizer: Optimizer) -> None:
@@ -188,44 +148,6 @@ def check_groups(optimizer: Optimizer) -> None:
     if why:
         message = f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own"
         _warn_once("param groups", message)
-
-
-def _zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            check(self)
-        original(self, *args, **kwargs)
-
-    return zero_grad
-
-
-def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def grouped(tensors: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and sys._getframe(1).f_code.co_name == "_get_total_norm":
-            _check_norm(tensors[0])
-        return original(tensors, *args, **kwargs)
-
-    return grouped
-
-
-def _check_norm(tensors: Sequence[Tensor]) -> None:
-    """Warn if the norm of all ``tensors``, gradients or parameters, is one norm over the members of an array."""
-    if "norm" in _warned:
-        return
-    numbers = set(map(id, tensors))
-    for parameter in (p for array in arrays for p in array.parameters()):
-        mark = membership(parameter)
-        if mark is None or not mark.stacked or mark.members == 1:
-            continue
-        if id(parameter) in numbers or id(parameter.grad) in numbers:
-            _warn_once(
-                "norm",
-                f"torch.nn.utils takes one norm over all {mark.members} members of an array ({mark.name!r}), and "
-                "clips them together; use hf.optim.clip_grad_norm_, which has a norm and a limit for each",
-            )
-            return
 
 
 def check_update_bn(members: Sequence[nn.Module]) -> None:

@@ -1,21 +1,17 @@
-"""Hooks of the steps of optimizers, and calls of optimizers and of `clip_grad_norm_` for which torch has no hook."""
+"""Hooks of the steps of optimizers, and steps that do not import Dynamo."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.unimported_dynamo import is_dynamo_imported, without_dynamo
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -48,22 +44,3 @@ def step_alone(optimizer: Optimizer) -> None:
         return
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
-
-
-def wrap_optimizer_methods(add_param_group: Wrap, zero_grad: Wrap) -> None:
-    """Wrap two methods of all optimizers, for the rest of the process."""
-    # First, because it unwraps methods: it would skip wrappers that are already there.
-    spare_dynamo()
-    methods: Any = Optimizer
-    methods.add_param_group = add_param_group(methods.add_param_group)
-    methods.zero_grad = zero_grad(methods.zero_grad)
-
-
-def wrap_norm(wrap: Wrap) -> None:
-    """Wrap the function by which `torch.nn.utils.get_total_norm` groups its tensors, for the rest of the process.
-
-    torch looks this function up at each call, whereas code that clips may have imported the public functions already.
-    """
-    clip: Any = clip_grad
-    if hasattr(clip, "_group_tensors_by_device_and_dtype"):
-        clip._group_tensors_by_device_and_dtype = wrap(clip._group_tensors_by_device_and_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,11 +74,7 @@ class Scale(nn.Module):
 def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -> None:
     fused = hf.fuse([Scale() for _ in range(3)])
     message = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/forward.md"
-    with pytest.raises(hf.FusionError, match=message):
-        make(fused.parameters())
-    # Stacks that are put there later are refused at a step.
-    optimizer = make([nn.Parameter(torch.zeros(3, 3).double())])
-    optimizer.param_groups[0]["params"] = optimizer._params = list(fused.parameters())  # type: ignore[attr-defined]
+    optimizer = make(fused.parameters())
     losses = hf.per_model(nn.functional.mse_loss)
     x, target = torch.ones(2, 3).double(), torch.zeros(2, 3).double()
 
@@ -144,20 +141,39 @@ def test_an_unknown_one_is_warned_of_once() -> None:
     step(Apart, array.params)
 
 
-NORMS: dict[str, Callable[[Any], Any]] = {
-    "clip_grad_norm_": lambda fused: nn.utils.clip_grad_norm_(fused.parameters(), 1.0),
-    "one parameter": lambda fused: nn.utils.clip_grad_norm_(fused.weight, 1.0, foreach=False),
-    "gradients": lambda fused: nn.utils.get_total_norm([p.grad for p in fused.parameters()]),
-    "parameters": lambda fused: nn.utils.get_total_norm(fused.parameters()),
-}
+class SAM(torch.optim.SGD):
+    """Perturbs by a norm over all tensors in its first step, as implementations of sharpness-aware minimization do."""
+
+    def first_step(self) -> None:
+        raise NotImplementedError
+
+    second_step = first_step
 
 
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_torchs_norm_of_an_array_is_warned_of_once(norm: Callable[[Any], Any]) -> None:
-    coupling._warned.clear()
-    fused = hf.fuse([nn.Linear(3, 2) for _ in range(2)])
-    fused(torch.ones(1, 3)).sum().backward()
-    with pytest.warns(UserWarning, match="one norm over all 2 members.*hf.optim.clip_grad_norm_") as records:
-        norm(fused)
-    assert records[0].filename == __file__
-    norm(fused)
+def test_sam_is_refused() -> None:
+    array = Array(2, shapes=[(3,)])
+    with pytest.raises(hf.FusionError, match=r"SAM scales a step by one norm.*holds 2 members.*docs/forward.md"):
+        step(SAM, array.params)
+    # A single member has no other to be coupled with.
+    step(SAM, Array(1, shapes=[(3,)]).params)
+
+
+def test_models_alone_are_left_in_peace() -> None:
+    array = Array(2, shapes=[(3, 3)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make, _ in COUPLING.values():
+            optimizer: Any = make([array.members[0][0]])
+            array.members[0][0].grad = torch.ones(3, 3).double()
+            optimizer.step(lambda: 0.0)
+        step(type("Other", (torch.optim.SGD,), {}), array.members[1])
+
+
+def test_fused_ones_keep_their_short_way() -> None:
+    array = Array(2, shapes=[(3,)])
+    fused = hf.optim.SGD(array.params)
+    for _ in range(3):
+        array.draw_grads()
+        fused.step()
+    assert fused._cache is not None or not coupling.hooks()
+    assert coupling.hooks() == 1
