@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch import distributed as dist
 
-from hfusion.checkpoint.save_contents import member_stacks
+from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import pairs
 from hfusion.population.members import EventKind
 from hfusion.population.population import Population
 from hfusion.population.training_group import TrainingGroup
+from hfusion.population.weights import member_tensors
 
 
 def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
@@ -67,60 +66,59 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
         _put(pop, row, member)
 
 
-def _member_state(pop: TrainingGroup, row: int) -> dict[str, Any]:
+def _member_state(group: TrainingGroup, row: int) -> dict[str, Any]:
     """Return the state of the member in a row; for a free or frozen row, a dict with an ``error`` message."""
-    roll = pop._roll
+    roll = group._roll
     if roll.tags[row] is None or bool(roll.frozen[row]):
         state = "is free" if roll.tags[row] is None else f"holds {roll.tag(row)!r}, which went bad and is frozen"
         return {"error": f"row {row} of rank {dist.get_rank()} {state}: copy a healthy member"}
     return {
-        "tensors": {key: stack[row].detach().cpu().clone() for key, stack in _stacks(pop).items()},
-        "scheduler": None if pop.scheduler is None else pop.scheduler.member_state(row),
-        "kind": None if pop.scheduler is None else pop.scheduler.kinds[row],
-        "tag": roll.tag(row),
-        "age": int(roll.ages[row]),
-        "key": int(roll.keys[row]),
+        "tables": {name: table.take([row]).to("cpu") for name, table in _tables(group).items()},
+        "scheduler": None if group.scheduler is None else group.scheduler.member_state(row),
+        "kind": None if group.scheduler is None else group.scheduler.kinds[row],
     }
 
 
 def _put(population: Population, row: int, member: dict[str, Any]) -> None:
     if "error" in member:
         raise ValueError(member["error"])
-    pop = population.array
-    stacks = _stacks(pop)
-    if stacks.keys() != member["tensors"].keys():
-        odd = sorted(stacks.keys() ^ member["tensors"].keys())[0]
-        raise ValueError(f"{odd} is in the population of one of the ranks only: make them alike on all")
-    kind = None if pop.scheduler is None else pop.scheduler.kinds[row]
+    group, received = population.array, member["tables"]
+    own, tag = _tables(group), received["member"]["tag"][0]
+    if odd := sorted(_columns(own) ^ _columns(received)):
+        raise ValueError(f"{odd[0]} is in the population of one of the ranks only: make them alike on all")
+    kind = None if group.scheduler is None else group.scheduler.kinds[row]
     if kind != member["kind"]:
         raise ValueError(
-            f"{member['tag']!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
+            f"{tag!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
             "a function that makes a scheduler does not go to another rank; give both members the same one"
         )
-    pop.check_between()
-    pop._drop_gradients()
-    with torch.no_grad():
-        for key, value in member["tensors"].items():
-            stacks[key][row].copy_(value)
-    if pop.scaler is not None:
-        # state_dict() returned copies, so the changed ones must be loaded.
-        pop.scaler.load_state_dict({name: stacks[f"scaler/{name}"] for name in pop.scaler.state_dict()})
-    if pop.scheduler is not None:
-        pop.scheduler.load_member(row, member["scheduler"])
-    roll = pop._roll
-    if roll.tags[row] is None:
+    group.check_between()
+    group._drop_gradients()
+    roll, name = group._roll, group._roll.tags[row]
+    for kind, table in own.items():
+        table.put([row], received[kind])
+    if group.scheduler is not None:
+        group.scheduler.load_member(row, member["scheduler"])
+    group.rows[row] = row
+    if name is None:
         (name,) = population._names.given([None], population.tags)
-        roll.enter(row, name)
-        pop.rows[row] = row
+        roll.rename(row, name)
+        roll.note(row, EventKind.START)
         population._changed()
-    roll.note(row, EventKind.COPY, member["tag"])
-    roll.ages[row], roll.keys[row], roll.frozen[row] = member["age"], member["key"], False
+    roll.rename(row, name)
+    roll.note(row, EventKind.COPY, tag)
+    group._updates.end(group._none())
 
 
-def _stacks(pop: TrainingGroup) -> dict[str, Tensor]:
-    """Return the tensors with a row for each member, by key. The scaler's are copies."""
-    pop.optimizer.initialise()
-    stacks = member_stacks(pop.fused, pop.optimizer)
-    for name, value in ({} if pop.scaler is None else pop.scaler.state_dict()).items():
-        stacks[f"scaler/{name}"] = value
-    return stacks | {f"clip/{name}": bounds for name, bounds in pop._limits.values.items()}
+def _tables(group: TrainingGroup) -> dict[str, MemberTable]:
+    """Return all that a member has but its schedule, as live tables by name."""
+    group.optimizer.initialise()
+    module = MemberTable(len(group), dict(member_tensors(group.fused)))
+    return {name: table for name, table in group.tables().items() if name != "schedule"} | {"module": module}
+
+
+def _columns(tables: dict[str, MemberTable]) -> set[str]:
+    """Return the names of the columns that members have on all ranks or on none."""
+    kept = {name: table for name, table in tables.items() if name != "best"}
+    names = {f"{kind}/{name}" for kind, table in kept.items() for name in table.columns}
+    return {name for name in names if not name.startswith(("member/sum", "member/absent", "member/before"))}

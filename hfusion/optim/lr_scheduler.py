@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from hfusion.core.errors import FusionError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import copied, kept_rows, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import read
@@ -34,6 +35,71 @@ def one_for_each(make: Make | Sequence[Make], count: int) -> list[Make]:
     if len(makes) != count:
         raise ValueError(f"{len(makes)} functions that make schedulers for {count} members: give one, or {count}")
     return makes
+
+
+class MemberSchedule:
+    """The scheduler of one member. A copy is independent of it, and in the same state.
+
+    Attributes:
+        make: the function that makes the scheduler.
+        stand_in: an optimizer of one number, which the scheduler drives. `PerMember` exchanges its hyper-parameters.
+        scheduler: the scheduler; None until it is made.
+    """
+
+    def __init__(self, make: Make, stand_in: Optimizer) -> None:
+        self.make, self.stand_in = make, stand_in
+        self.scheduler: Any = None
+
+    def __copy__(self) -> MemberSchedule:
+        function, arguments = self.__reduce__()
+        return function(*arguments)  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        kept = [{key: value for key, value in group.items() if key != "params"} for group in self.stand_in.param_groups]
+        return _restored, (self.make, kept, dict(self.stand_in.defaults), self.state(tuple(self.stand_in.defaults)))
+
+    def begin(self, member: int) -> None:
+        """Make the scheduler, at step 0. Raises ValueError or TypeError that name ``member``."""
+        try:
+            self.scheduler = self.make(self.stand_in)
+        except (ValueError, AssertionError, TypeError) as error:
+            raise ValueError(
+                f"the scheduler of member {member} cannot be made: {str(error).rstrip('.')}. Where a list has a value "
+                "per member, give one function for each member, or the class and its arguments, in which a list as "
+                "milestones is a list of lists: PerMember(opt, OneCycleLR, max_lr=[...], total_steps=100)."
+            ) from error
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise TypeError(
+                f"the function that makes the scheduler of member {member} gave {type(self.scheduler).__name__}: let "
+                "it give one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
+            )
+        # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
+        self.stand_in._opt_called = True  # type: ignore[attr-defined]
+
+    def state(self, hypers: Sequence[str]) -> dict[str, Any]:
+        """Return the state of the scheduler, and what torch keeps of it in the param groups besides ``hypers``."""
+        excluded = {"params", *hypers}
+        groups = [{k: v for k, v in group.items() if k not in excluded} for group in self.stand_in.param_groups]
+        return copy.deepcopy({"scheduler": self.scheduler.state_dict(), "groups": groups})
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from the result of `state`."""
+        self.scheduler.load_state_dict(dict(copy.deepcopy(state["scheduler"])))
+        for group, saved in zip(self.stand_in.param_groups, state["groups"], strict=True):
+            group.update(copy.deepcopy(saved))
+        self.stand_in._opt_called = True  # type: ignore[attr-defined]
+
+
+def _restored(
+    make: Make, groups: Sequence[Mapping[str, Any]], defaults: dict[str, Any], state: Mapping[str, Any]
+) -> MemberSchedule:
+    """Return a schedule in ``state`` over a stand-in with these param groups."""
+    restored = MemberSchedule(make, Optimizer([{"params": [torch.zeros((), device="cpu")]} for _ in groups], defaults))
+    for group, values in zip(restored.stand_in.param_groups, groups, strict=True):
+        group.update(values)
+    restored.scheduler = make(restored.stand_in)
+    restored.load(state)
+    return restored
 
 
 class PerMember(torch_schedulers.LRScheduler):
@@ -63,30 +129,20 @@ class PerMember(torch_schedulers.LRScheduler):
             name = "a scheduler" if self.kind is None else self.kind.__name__
             raise TypeError(f"{type(optimizer).__name__} is no optimizer of hf.optim: use torch's {name}")
         self.optimizer = optimizer
-        self._makes = self._resolve_makes(make, options, optimizer.members)
-        self._initial_make = self._makes[0] if all(maker is self._makes[0] for maker in self._makes) else None
-        self._stand_ins = [_stand_in(optimizer, member) for member in range(len(self._makes))]
-        self._schedulers: list[Any] = [None] * len(self._makes)
-        self._create_schedulers(range(len(self._makes)))
+        makes = self._resolve_makes(make, options, optimizer.members)
+        self._initial_make = makes[0] if all(maker is makes[0] for maker in makes) else None
+        members = [MemberSchedule(maker, _stand_in(optimizer, member)) for member, maker in enumerate(makes)]
+        # One column, of a `MemberSchedule` for each member.
+        self.table = MemberTable(len(members), {"schedule": members})
+        self._begin(range(len(members)))
 
-    def __getstate__(self) -> dict[str, Any]:
-        groups = [[{**group, "params": None} for group in stand_in.param_groups] for stand_in in self._stand_ins]
-        states = [self.member_state(row) for row in range(len(self._makes))]
-        return {
-            "optimizer": self.optimizer,
-            "makes": self._makes,
-            "begun": self._initial_make,
-            "groups": groups,
-            "states": states,
-        }
+    @property
+    def _members(self) -> list[MemberSchedule]:
+        return self.table["schedule"]  # type: ignore[no-any-return]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.optimizer, self._makes, self._initial_make = state["optimizer"], list(state["makes"]), state["begun"]
-        self._stand_ins, self._schedulers = [], []
-        for make, groups, saved in zip(self._makes, state["groups"], state["states"], strict=True):
-            stand_in, scheduler = _copied(self.optimizer, make, groups, saved)
-            self._stand_ins.append(stand_in)
-            self._schedulers.append(scheduler)
+    @property
+    def _schedulers(self) -> list[Any]:
+        return [member.scheduler for member in self._members]
 
     def _resolve_makes(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
         """Return the functions that make the schedulers of ``count`` members, from ``make`` and ``options``."""
@@ -102,48 +158,32 @@ class PerMember(torch_schedulers.LRScheduler):
             return [partial(kind, **options)] * count
         return [partial(kind, **{name: value[row] for name, value in values.items()}) for row in range(count)]
 
-    def _create_schedulers(self, rows: Iterable[int]) -> None:
+    def _begin(self, rows: Iterable[int]) -> None:
         """Create the schedulers of members ``rows``, at step 0 and with the current hyper-parameters."""
         self._pull()
         for row in rows:
-            stand_in = self._stand_ins[row]
-            try:
-                self._schedulers[row] = scheduler = self._makes[row](stand_in)
-            except (ValueError, AssertionError, TypeError) as error:
-                raise ValueError(
-                    f"the scheduler of member {row} cannot be made: {str(error).rstrip('.')}. Where a list has a value "
-                    "per member, give one function for each member, or the class and its arguments, in which a list as "
-                    "milestones is a list of lists: PerMember(opt, OneCycleLR, max_lr=[...], total_steps=100)."
-                ) from error
-            if not callable(getattr(scheduler, "step", None)):
-                raise TypeError(
-                    f"the function that makes the scheduler of member {row} gave {type(scheduler).__name__}: let it "
-                    "give one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
-                )
-            # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
-            stand_in._opt_called = True  # type: ignore[attr-defined]
+            self._members[row].begin(row)
         self._push()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep the schedules of members ``rows`` only, in this order."""
-        self.rearrange(kept_rows(rows, len(self._makes)))
+        self.table.arrange(kept_rows(rows, self.table.rows))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Give members ``dst`` copies of the schedules of ``src``, at the same step."""
-        self.rearrange(copied(src, dst, len(self._makes)))
+        self.table.arrange(copied(src, dst, self.table.rows))
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Add ``count`` members at step 0; without ``make`` and options, with the schedule all others began with."""
-        first = len(self._makes)
-        self._makes += self._joining(count, make, options)
-        self._stand_ins += [_stand_in(self.optimizer) for _ in range(count)]
-        self._schedulers += [None] * count
-        self._create_schedulers(range(first, first + count))
+        first, makes = self.table.rows, self._joining(count, make, options)
+        self.table.columns["schedule"] += [MemberSchedule(maker, _stand_in(self.optimizer)) for maker in makes]
+        self.table.rows += count
+        self._begin(range(first, first + count))
 
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Restart members ``rows`` at step 0; without ``make`` and options, with the schedules that they had."""
-        fresh = rows_of(rows, len(self._makes))
-        makes = [self._makes[row] for row in fresh]
+        fresh = rows_of(rows, self.table.rows)
+        makes = [self._members[row].make for row in fresh]
         if make is not None or options:
             makes = self._resolve_makes(make, options, len(fresh))
         self._replace(fresh, makes)
@@ -154,9 +194,8 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def _replace(self, fresh: Sequence[int], makes: Sequence[Make]) -> None:
         for row, make in zip(fresh, makes, strict=True):
-            self._makes[row] = make
-            self._stand_ins[row] = _stand_in(self.optimizer)
-        self._create_schedulers(fresh)
+            self._members[row] = MemberSchedule(make, _stand_in(self.optimizer))
+        self._begin(fresh)
 
     def _joining(self, count: int, make: Make | Sequence[Make] | None, options: dict[str, Any]) -> list[Make]:
         if make is not None or options:
@@ -168,34 +207,11 @@ class PerMember(torch_schedulers.LRScheduler):
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
         """Restore one member's scheduler from the result of `member_state`."""
         self._pull()
-        _load_member(self._schedulers[row], self._stand_ins[row], state)
-
-    def rearrange(self, sources: Sequence[int]) -> None:
-        """Give member b the former schedule of member ``sources[b]``."""
-        states = {source: self.member_state(source) for source in sources if list(sources).count(source) > 1}
-        firsts: set[int] = set()
-        makes, stand_ins, schedulers = [], [], []
-        for source in sources:
-            makes.append(self._makes[source])
-            if source in firsts:
-                stand_in, scheduler = self._like(source, states[source])
-            else:
-                stand_in, scheduler = self._stand_ins[source], self._schedulers[source]
-            firsts.add(source)
-            stand_ins.append(stand_in)
-            schedulers.append(scheduler)
-        self._makes, self._stand_ins, self._schedulers = makes, stand_ins, schedulers
-
-    def _like(self, source: int, state: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return another stand-in and scheduler in the state of those of member ``source``."""
-        return _copied(self.optimizer, self._makes[source], self._stand_ins[source].param_groups, state)
+        self._members[row].load(state)
 
     def member_state(self, row: int) -> dict[str, Any]:
         """The state of one member's scheduler, and what torch keeps of a schedule in the param groups."""
-        keys = {hyper.key for hyper in self._hypers} | {"params"}
-        groups = self._stand_ins[row].param_groups
-        kept_there = [{key: value for key, value in group.items() if key not in keys} for group in groups]
-        return copy.deepcopy({"scheduler": self._schedulers[row].state_dict(), "groups": kept_there})
+        return self._members[row].state([hyper.key for hyper in self._hypers])
 
     @property
     def kinds(self) -> list[str]:
@@ -255,13 +271,13 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def _step(self, arguments: Sequence[tuple[Any, ...]], rows: Sequence[int] | None) -> None:
         self._pull()
-        for row in range(len(self._schedulers)) if rows is None else rows:
-            self._schedulers[row].step(*arguments[row])
+        for row in range(self.table.rows) if rows is None else rows:
+            self._members[row].scheduler.step(*arguments[row])
         self._push()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every member's scheduler, with what torch keeps of a schedule in the param groups."""
-        states = [self.member_state(row) for row in range(len(self._schedulers))]
+        states = [self.member_state(row) for row in range(self.table.rows)]
         return {"members": [state["scheduler"] for state in states], "groups": [state["groups"] for state in states]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -271,9 +287,8 @@ class PerMember(torch_schedulers.LRScheduler):
             state = f"the state of {type(self).__name__} of {len(members)} members"
             raise FusionError(f"{state} does not fit one of {len(self._schedulers)}")
         self._pull()
-        pairs = zip(members, state_dict["groups"], strict=True)
-        for scheduler, stand_in, (saved, groups) in zip(self._schedulers, self._stand_ins, pairs, strict=True):
-            _load_member(scheduler, stand_in, {"scheduler": saved, "groups": groups})
+        for member, saved, groups in zip(self._members, members, state_dict["groups"], strict=True):
+            member.load({"scheduler": saved, "groups": groups})
 
     @property
     def _hypers(self) -> Any:
@@ -282,8 +297,8 @@ class PerMember(torch_schedulers.LRScheduler):
     def _pull(self) -> None:
         """Copy the hyper-parameters and the number of param groups from the array's optimizer to the stand-ins."""
         for index, group in enumerate(self.optimizer.param_groups):
-            _, columns = read(group, self._hypers, len(self._stand_ins))
-            for member, stand_in in enumerate(self._stand_ins):
+            _, columns = read(group, self._hypers, self.table.rows)
+            for member, stand_in in enumerate(schedule.stand_in for schedule in self._members):
                 if index == len(stand_in.param_groups):
                     stand_in.add_param_group({"params": [torch.zeros((), device="cpu")]})
                 stand_in_group = stand_in.param_groups[index]
@@ -293,9 +308,9 @@ class PerMember(torch_schedulers.LRScheduler):
     def _push(self) -> None:
         """Copy the hyper-parameters that schedulers have written in the stand-ins to the array's optimizer."""
         for index, group in enumerate(self.optimizer.param_groups):
-            vectors, _ = read(group, self._hypers, len(self._stand_ins))
+            vectors, _ = read(group, self._hypers, self.table.rows)
             for hyper, vector in zip(self._hypers, vectors, strict=True):
-                values = [stand_in.param_groups[index][hyper.key] for stand_in in self._stand_ins]
+                values = [schedule.stand_in.param_groups[index][hyper.key] for schedule in self._members]
                 numbers = values if hyper.index is None else [value[hyper.index] for value in values]
                 vector.copy_(torch.tensor([float(value) for value in numbers], dtype=torch.float64, device="cpu"))
 
@@ -347,13 +362,6 @@ def _member_values(name: str, value: Any, members: int) -> list[Any]:
     return [float(item) if isinstance(item, Tensor) else item for item in value]
 
 
-def _load_member(scheduler: Any, stand_in: Optimizer, state: Mapping[str, Any]) -> None:
-    scheduler.load_state_dict(dict(copy.deepcopy(state["scheduler"])))
-    for group, saved in zip(stand_in.param_groups, state["groups"], strict=True):
-        group.update(copy.deepcopy(saved))
-    stand_in._opt_called = True  # type: ignore[attr-defined]
-
-
 def _stand_in(optimizer: Any, member: int | None = None) -> Optimizer:
     """Return a dummy optimizer for the scheduler of one member; `PerMember._pull` sets its hyper-parameters.
 
@@ -377,18 +385,6 @@ def _of_member(value: Any, member: int, members: int) -> Any:
     if isinstance(value, Tensor):
         return float(value[member]) if value.shape == (members,) else value.clone()
     return value[member] if isinstance(value, list) and len(value) == members else value
-
-
-def _copied(
-    optimizer: Any, make: Make, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
-) -> tuple[Optimizer, Any]:
-    """Return a stand-in with these param groups, and its scheduler restored to ``state``."""
-    stand_in = _stand_in(optimizer)
-    for group, values in zip(stand_in.param_groups, groups, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
-    scheduler = make(stand_in)
-    _load_member(scheduler, stand_in, state)
-    return stand_in, scheduler
 
 
 def _write(group: dict[str, Any], key: str, index: int | None, value: float) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
+from hfusion.core.member_table import MemberTable
+from hfusion.core.membership import member_rows
 from hfusion.core.memory import real_view
-from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
-from hfusion.optim.group import State, membership_of
+from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of, write_rows
+from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import Hyper, MemberVector, member_vector, plain, read
 from hfusion.optim.settings import ParamGroup, named
 
@@ -50,7 +52,7 @@ class MemberRows:
         Raises:
             ValueError: no rows, a repeated row, or a row out of range.
         """
-        rearrange(self, kept_rows(rows, _width(self)), {})
+        rearrange(self, kept_rows(rows, width(self)), {})
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.
@@ -58,7 +60,7 @@ class MemberRows:
         Raises:
             ValueError: a row is out of range or written twice, or ``src`` and ``dst`` differ in number.
         """
-        rearrange(self, copied(src, dst, _width(self)), {})
+        rearrange(self, copied(src, dst, width(self)), {})
 
     def append(self, count: int = 1, **hypers: Any) -> None:
         """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.
@@ -75,7 +77,7 @@ class MemberRows:
         """
         if count < 1:
             raise ValueError(f"append() needs at least one member, got {count}.")
-        rearrange(self, [*range(_width(self)), *[None] * count], hypers)
+        rearrange(self, [*range(width(self)), *[None] * count], hypers)
 
     def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
         """Restart members ``rows``: clear their state and set their counts to 0.
@@ -87,27 +89,72 @@ class MemberRows:
         Raises:
             ValueError: a row is out of range or repeated, or a value is out of range, or no param group takes it.
         """
-        width = _width(self)
-        fresh = rows_of(rows, width)
+        members = width(self)
+        fresh = rows_of(rows, members)
         check_once(fresh)
         new_values = _read_new_hypers(self, hypers, fresh)
         for group, values in zip(_groups(self), new_values, strict=True):
-            vectors, _ = read(group, self.hypers, width)  # type: ignore[attr-defined]
+            vectors, _ = read(group, self.hypers, members)  # type: ignore[attr-defined]
             for hyper, vector in zip(self.hypers, vectors, strict=True):  # type: ignore[attr-defined]
                 if hyper.label in values:
                     vector[fresh] = values[hyper.label]
-        sources: list[int | None] = list(range(width))
+        sources: list[int | None] = list(range(members))
         for row in fresh:
             sources[row] = None
         for group in _groups(self):
             _move_state(self, group, sources)
+
+    def tables(self) -> dict[str, MemberTable]:
+        """The members' hyper-parameters of each param group, and their state of each parameter: live, by name."""
+        tables: dict[str, MemberTable] = {}
+        members = width(self)
+        for number, group in enumerate(_groups(self)):
+            vectors, _ = read(group, self.hypers, members)  # type: ignore[attr-defined]
+            labels = (hyper.label for hyper in self.hypers)  # type: ignore[attr-defined]
+            columns = {label: vector.as_subclass(Tensor) for label, vector in zip(labels, vectors, strict=True)}
+            tables[f"param group {number}"] = MemberTable(members, columns)
+            for param in group["params"]:
+                param_mark = membership_of(param)
+                if param_mark.is_own:
+                    entry = cast("FusedOptimizer", self).state.get(param, {})
+                    rows = {name: member_rows(value, param_mark) for name, value in entry.items()}
+                    tables[f"state/{param_mark.name}"] = MemberTable(members, rows)
+        return tables
+
+    @torch.no_grad()
+    def put(self, rows: Sequence[int], tables: Mapping[str, MemberTable]) -> None:
+        """Give members ``rows`` the state and hyper-parameters of the first rows of ``tables``, from `tables`.
+
+        State that ``tables`` lack begins anew.
+        """
+        optimizer, own = cast("FusedOptimizer", self), self.tables()
+        for number, group in enumerate(_groups(self)):
+            if (vectors := tables.get(f"param group {number}")) is not None:
+                own[f"param group {number}"].put(rows, vectors)
+            for param in group["params"]:
+                mark = membership_of(param)
+                part = tables.get(f"state/{mark.name}")
+                columns = {} if part is None else part.columns
+                if columns and columns.keys() - optimizer.state.get(param, {}).keys():
+                    optimizer._state(param, optimizer._settings(group))
+                entry = optimizer.state.get(param, {})
+                if mark.is_own:
+                    begin_rows(self, group, param, {name: rows for name in entry if name not in columns})
+                for name, value in columns.items():
+                    if name in entry:
+                        write_rows(member_rows(entry[name], mark), rows, value[: len(rows)])
+                    elif name not in optimizer.numbers:
+                        # State that the present settings do not use, such as a momentum that was set to 0 later.
+                        stack = value.new_zeros(own["param group 0"].rows, *value.shape[1:])
+                        write_rows(stack, rows, value[: len(rows)])
+                        entry[name] = stack if mark.stacked else stack[0]
 
 
 def _groups(optimizer: Any) -> list[ParamGroup]:
     return cast("FusedOptimizer", optimizer).param_groups
 
 
-def _width(optimizer: Any) -> int:
+def width(optimizer: Any) -> int:
     """Return the number of members that the optimizer knows of; the array may already have more or fewer."""
     for group in _groups(optimizer):
         for hyper in optimizer.hypers:
@@ -145,7 +192,7 @@ def rearrange(
 
     Raises ValueError in the same cases as `MemberRows.append`.
     """
-    before = _width(optimizer)
+    before = width(optimizer)
     if list(sources) == list(range(before)):
         return
     # Everything that may fail comes first, so that an error changes nothing.
@@ -274,32 +321,30 @@ def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
         group[hyper.key] = tuple(value if index == hyper.index else item for index, item in enumerate(held))
 
 
-@torch.no_grad()
 def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
     """Rearrange the rows of the state of all parameters of a group."""
-    fresh = [index for index, source in enumerate(sources) if source is None]
-    begins = _begins(optimizer, group, len(sources), fresh)
+    fresh = [row for row, source in enumerate(sources) if source is None]
     for param in group["params"]:
-        entry: State = optimizer.state.get(param, {})
-        if not membership_of(param).stacked:
-            continue
-        for name, value in entry.items():
-            first = optimizer.numbers.get(name)
-            starts = {i: first if first is not None else begins[i].get(name, 0.0) for i in fresh}
-            moved = moved_rows(value, sources, {})
-            for index, number in starts.items():
-                real_view(moved)[index] = number
-            entry[name] = moved
+        entry, mark = optimizer.state.get(param, {}), membership_of(param)
+        if mark.stacked and entry:
+            members = len(next(iter(entry.values())))
+            # New members have some rows, which then begin anew.
+            MemberTable(members, entry).arrange(
+                [min(row, members - 1) if source is None else source for row, source in enumerate(sources)]
+            )
+        if mark.is_own:
+            begin_rows(optimizer, group, param, dict.fromkeys(entry, fresh))
 
 
 @torch.no_grad()
 def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[str, Sequence[int]]) -> None:
     """Reset rows of a parameter's state to their values before the first step. ``fresh``: rows by name of the state."""
-    begins = _begins(optimizer, group, _width(optimizer), sorted({row for rows in fresh.values() for row in rows}))
+    begins = _begins(optimizer, group, width(optimizer), sorted({row for rows in fresh.values() for row in rows}))
     for name, rows in fresh.items():
         first = optimizer.numbers.get(name)
+        stack = member_rows(real_view(optimizer.state[param][name]), membership_of(param))
         for row in rows:
-            real_view(optimizer.state[param][name])[row] = begins[row].get(name, 0.0) if first is None else first
+            stack[row] = begins[row].get(name, 0.0) if first is None else first
 
 
 def _begins(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int]) -> dict[int, Mapping[str, float]]:

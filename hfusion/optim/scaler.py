@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError, FusionError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import copied, kept_rows, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.device_numbers import sent
@@ -58,7 +59,7 @@ class GradScaler:
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }
-        self._values: dict[str, Tensor] = {}
+        self._values: dict[str, Any] = {}
         values = {
             name: torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
             for name, value in self._arguments.items()
@@ -83,7 +84,8 @@ class GradScaler:
             return torch.ones(1, device="cpu")
         if not self._values:
             return torch.as_tensor(self._arguments["scale"], dtype=torch.float32, device="cpu").reshape(-1).clone()
-        return self._values["scale"].clone()
+        scales: Tensor = self._values["scale"].clone()
+        return scales
 
     def scale(self, losses: Any) -> Any:
         """Multiply losses ``[B, ...]``, or a list or tuple of such, by the members' scales."""
@@ -171,29 +173,33 @@ class GradScaler:
         """Discard what was unscaled since the last `update`, after an error."""
         self._overflowed_members, self._stepped = {}, set()
 
+    @property
+    def table(self) -> MemberTable:
+        """The members' scales and counts, live, in columns; without columns before the first use."""
+        return MemberTable(len(self._values.get("scale", ())), self._values)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep the scales of members ``rows`` only, in this order."""
         if self._values:
-            self.rearrange(kept_rows(rows, len(self._values["scale"])))
+            self.table.arrange(kept_rows(rows, self.table.rows))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Give members ``dst`` the scales of ``src``."""
         if self._values:
-            self.rearrange(copied(src, dst, len(self._values["scale"])))
+            self.table.arrange(copied(src, dst, self.table.rows))
 
     def append(self, count: int = 1) -> None:
         """Add ``count`` members with the initial scale. Raises ValueError if initial scales differ."""
         if self._values:
-            fresh = self._fresh(count)
-            self._values = {name: torch.cat([value, fresh[name]]) for name, value in self._values.items()}
+            members, fresh = self.table.rows, self._fresh(count)
+            self.table.arrange([*range(members), *[0] * count])
+            self.table.put(range(members, members + count), fresh)
 
     def restart(self, rows: int | Sequence[int]) -> None:
         """Restart members ``rows``; see `append`."""
         if self._values:
-            indices = rows_of(rows, len(self._values["scale"]))
-            fresh = self._fresh(len(indices))
-            for name, value in self._values.items():
-                value[indices] = fresh[name]
+            indices = rows_of(rows, self.table.rows)
+            self.table.put(indices, self._fresh(len(indices)))
 
     def state_dict(self) -> dict[str, Any]:
         """The scales and counts of the members, as tensors ``[B]``; empty before the first use."""
@@ -226,33 +232,21 @@ class GradScaler:
                 "done to the fused module by keep or append must be done to it, too"
             )
 
-    def rearrange(self, sources: Iterable[int]) -> None:
-        """Give member b the former scale of member ``sources[b]``."""
-        rows = list(sources)
-        self._values = {name: value[rows] for name, value in self._values.items()}
-
     def of_rows(self, rows: Sequence[int]) -> GradScaler:
         """Return a scaler of members ``rows``; this one is not changed."""
         part = copy.copy(self)
-        part._overflowed_members, part._stepped = {}, set()
-        part._values = {name: value[list(rows)] for name, value in self._values.items()}
+        part.forget()
+        part.initial_values = dict(self.initial_values)
+        part._values = self.table.take(rows).columns
         return part
 
-    def put_rows(self, rows: Sequence[int], part: GradScaler) -> None:
-        """Write the scales of the first members of ``part`` to members ``rows``."""
-        for name, value in self._values.items():
-            value[list(rows)] = part._values[name][: len(rows)]
-
-    def _fresh(self, count: int) -> dict[str, Tensor]:
+    def _fresh(self, count: int) -> MemberTable:
         for name, value in self.initial_values.items():
             if value is None:
                 label = "init_scale" if name == "scale" else name
                 raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
-        return {"tracker": torch.zeros(count, device="cpu")} | {
-            name: torch.full((count,), value, device="cpu")
-            for name, value in self.initial_values.items()
-            if value is not None
-        }
+        values: dict[str, Any] = {**self.initial_values, "tracker": 0.0}
+        return MemberTable(count, {name: torch.full((count,), value, device="cpu") for name, value in values.items()})
 
 
 def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:

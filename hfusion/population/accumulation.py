@@ -1,24 +1,25 @@
-"""Gradient accumulation of a group: the progress of each member's update over its own number of calls."""
+"""Updates of a group that take several calls, or may be undone: gradient sums, and tensors that forward writes to."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hfusion.array.array_editing import written_keys
 from hfusion.array.module import FusedModule
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.calls import stacked
 from hfusion.core.gradient_usage import absent_rows, mark_absent
-from hfusion.core.membership import member_rows
-from hfusion.core.row_indices import write_rows
+from hfusion.core.member_table import MemberTable
+from hfusion.core.membership import is_per_member, member_rows
 from hfusion.optim import GradScaler
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of
-from hfusion.population.update_guard import Buffers
 
 
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,117 +41,41 @@ def weighed(target: Any, weights: Tensor, scaler: GradScaler | None, device: tor
     return {"target": target, "weight": stacked(sent(weights if scaler is None else scaler.scale(weights), device))}
 
 
-class GradientSums:
-    """Gradients summed over several calls, kept outside of ``grad``, which a compiled step overwrites.
-
-    Members may have made different numbers of calls: a row without a call so far is zero, and marked as absent.
-
-    Attributes:
-        sums: by the key of a parameter, ``[rows, ...]``.
-        absent: by key, the members that have had no gradient so far: bool ``[rows]``.
-    """
-
-    def __init__(self, members: int) -> None:
-        self._members = members
-        self.sums: dict[str, Tensor] = {}
-        self.absent: dict[str, Tensor] = {}
-
-    def begin(self, name: str, like: Tensor) -> None:
-        """Begin sums of a parameter, without a gradient so far. ``like``: of the members' shape ``[..., *shape]``."""
-        self.sums[name] = like.new_zeros(self._members, *like.shape[1:])
-        self.absent[name] = torch.ones(self._members, dtype=torch.bool, device="cpu")
-
-    @torch.no_grad()
-    def add(self, fused: FusedModule) -> None:
-        """Add the gradients of one call."""
-        for name, param in fused.named_parameters():
-            if param.grad is None:
-                continue
-            grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
-            absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.cpu()
-            if name in self.sums:
-                self.sums[name].add_(grad)
-                self.absent[name] = self.absent[name] & absent
-            else:
-                # Cloned, since a replayed step writes its gradients to the same memory again.
-                self.sums[name], self.absent[name] = grad.clone(), absent
-
-    @torch.no_grad()
-    def take(self, fused: FusedModule, due: Tensor) -> None:
-        """Write the sums of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and begin new sums."""
-        everybody = bool(due.all())
-        for name, param in fused.named_parameters():
-            param.grad = None
-            if name not in self.sums:
-                continue
-            sums, absent = self.sums[name], self.absent[name]
-            if membership_of(param).standalone:
-                param.grad = None if bool(absent) else sums[0]
-                continue
-            param.grad = sums if everybody else sums.clone()
-            if not everybody:
-                param.grad[~due.to(sums.device)] = 0
-            mark_absent(param.grad, absent | ~due)
-        if everybody:
-            self.sums, self.absent = {}, {}
-        else:
-            self.clear(due.nonzero().reshape(-1).tolist())
-
-    def of_rows(self, rows: Sequence[int]) -> GradientSums:
-        """Return copies of the sums of members ``rows``."""
-        part, places = GradientSums(len(rows)), list(rows)
-        part.sums = {name: sums[places] for name, sums in self.sums.items()}
-        part.absent = {name: absent[places] for name, absent in self.absent.items()}
-        return part
-
-    def put_rows(self, rows: Sequence[int], part: GradientSums) -> None:
-        """Write the sums of the first members of ``part`` over those of members ``rows``."""
-        self.clear(rows)
-        for name, sums in part.sums.items():
-            if name not in self.sums:
-                self.begin(name, sums)
-            write_rows(self.sums[name], rows, sums[: len(rows)])
-            write_rows(self.absent[name], rows, part.absent[name][: len(rows)])
-
-    def clear(self, rows: Sequence[int]) -> None:
-        """Discard the sums of members ``rows``."""
-        for name, sums in self.sums.items():
-            sums[list(rows)] = 0
-            self.absent[name][list(rows)] = True
-
-
-@dataclass
 class Accumulation:
-    """Progress of the members' updates.
+    """The progress of the members' updates, in columns of the group's table.
+
+    The columns are ``calls``, how many calls make an update; ``done``, how many of the present one were made;
+    ``spoilt``, whether it has a loss that is not finite; and by the key of a tensor
+
+    - ``sum/``: the sum of its gradients, kept outside of ``grad``, which a compiled step overwrites. A row without a
+      gradient so far is zero, and marked in ``absent/``.
+    - ``before/``: if forward may write to it, its value before the present update, to restore if that does not count.
 
     Attributes:
-        calls: how many calls make an update, int64 ``[rows]``.
-        initial_calls: the number that all members began with, the default for joining members; None if they differed.
-        done: how many calls of the present update were made, int64 ``[rows]``.
-        spoilt: members whose present update has a loss that is not finite, bool ``[rows]``.
-        sums: the gradients of the present updates.
-        buffers: copies of what forward writes to, from before the present updates; None if not needed.
+        initial_calls: the number of calls that all members began with, the default for joining members; None if they
+            differed.
+        holds: whether tensors that forward may write to are held in ``before/``.
     """
 
-    calls: Tensor
-    initial_calls: int | None
-    done: Tensor
-    spoilt: Tensor
-    sums: GradientSums
-    buffers: Buffers | None = None
+    def __init__(self, table: MemberTable, initial_calls: int | None, holds: bool = False) -> None:
+        self._table, self.initial_calls, self.holds = table, initial_calls, holds
+        self._seen: tuple[Tensor, int, bool] | None = None
 
-    @staticmethod
-    def of(calls: int | Sequence[int] | Tensor, members: int) -> Accumulation:
-        """Return the state of members before their first call. Raises ValueError for invalid or too few ``calls``."""
-        counts = _counts(calls, members)
-        initial_calls = int(counts[0]) if bool((counts == counts[0]).all()) else None
-        nothing = torch.zeros(members, dtype=torch.int64, device="cpu")
-        return Accumulation(counts, initial_calls, nothing, nothing.bool(), GradientSums(members))
+    @property
+    def calls(self) -> Tensor:
+        return self._table["calls"]  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
+    def done(self) -> Tensor:
+        return self._table["done"]  # type: ignore[no-any-return]
+
+    @property
     def sums_gradients(self) -> bool:
         """True if any member accumulates several calls."""
-        return bool((self.calls > 1).any())
+        calls, seen = self.calls, self._seen
+        if seen is None or seen[0] is not calls or seen[1] != calls._version:
+            seen = self._seen = calls, calls._version, bool((calls > 1).any())
+        return seen[2]
 
     @property
     def underway(self) -> list[int]:
@@ -163,83 +88,110 @@ class Accumulation:
         """Weight of a call in each member's update, float64 ``[rows]``."""
         return self.calls.double().reciprocal()
 
-    def stacks(self) -> dict[str, Tensor]:
-        """The progress of the members' present updates, by name: live tensors ``[rows, ...]``."""
-        stacks = {"done": self.done, "spoilt": self.spoilt}
-        stacks |= {f"sums/{name}": sums for name, sums in self.sums.sums.items()}
-        stacks |= {f"absent/{name}": absent for name, absent in self.sums.absent.items()}
-        return stacks | {f"before/{name}": v for name, v in (self.buffers.saved_values if self.buffers else {}).items()}
-
-    def hold_buffers(self, fused: FusedModule) -> None:
-        """Save the tensors that forward may write to, for members that begin an update."""
-        if not self.sums_gradients:
-            self.buffers = Buffers(fused)
-            return
-        begins = self.done == 0
-        if self.buffers is None or bool(begins.all()):
-            self.buffers = Buffers(fused)
-        elif bool(begins.any()):
-            self.buffers.renew(begins)
-
     def count(self, training: Tensor) -> Tensor:
         """Count a call of members ``training``. Return which complete an update or do not train, bool ``[rows]``."""
-        self.done = self.done + training
+        self._table["done"] = self.done + training
         return (self.done == self.calls) | ~training
 
     def end(self, rows: Tensor) -> None:
         """Let the next call of members ``rows``, bool ``[rows]``, be the first of an update."""
-        self.done, self.spoilt = self.done.masked_fill(rows, 0), self.spoilt & ~rows
+        self._table["done"] = self.done.masked_fill(rows, 0)
+        self._table["spoilt"] = self._table["spoilt"] & ~rows
         if not self.underway:
-            self.buffers, self.sums = None, GradientSums(len(self.done))
+            self.discard()
 
-    def restart(self, rows: Sequence[int], calls: int | Sequence[int] | Tensor | None) -> Accumulation:
-        """Return it with ``calls`` of members that start in ``rows``. Raises ValueError for None if members differ."""
-        if calls is None and self.initial_calls is None:
-            raise ValueError("accumulate differs between the members: give it for those that join, accumulate=...")
-        counts = self.calls.clone()
-        counts[list(rows)] = _counts(self.initial_calls if calls is None else calls, len(rows))
-        return replace(self, calls=counts)
+    def discard(self) -> None:
+        """Discard the gradients of unfinished updates, and the values of tensors that forward may have written to."""
+        self._table.drop("sum", "absent", "before")
+        self.holds = False
 
     def clear(self, rows: Sequence[int]) -> None:
         """Discard the unfinished updates of members ``rows``."""
-        mask = torch.zeros_like(self.spoilt)
-        mask[list(rows)] = True
-        self.sums.clear(rows)
-        self.end(mask)
+        self._table.clear(rows, ("done", "spoilt", "sum", "absent"))
+        self.end(torch.zeros_like(self.done, dtype=torch.bool))
 
-    def of_rows(self, rows: Sequence[int], part: FusedModule) -> Accumulation:
-        """Return a copy of the state of members ``rows``, for an array ``part`` of them."""
-        places = list(rows)
-        buffers = None if self.buffers is None else self.buffers.of_rows(places, part)
-        return replace(
-            self,
-            calls=self.calls[places],
-            done=self.done[places],
-            spoilt=self.spoilt[places],
-            sums=self.sums.of_rows(places),
-            buffers=buffers,
-        )
+    @torch.no_grad()
+    def add(self, fused: FusedModule) -> None:
+        """Add the gradients of one call."""
+        table = self._table
+        for name, param in fused.named_parameters():
+            if param.grad is None:
+                continue
+            grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
+            absent = torch.zeros(table.rows, dtype=torch.bool, device="cpu") if absent is None else absent.cpu()
+            if f"sum/{name}" in table:
+                table[f"sum/{name}"].add_(grad)
+                table[f"absent/{name}"] = table[f"absent/{name}"] & absent
+            else:
+                # Cloned, since a replayed step writes its gradients to the same memory again.
+                table[f"sum/{name}"], table[f"absent/{name}"] = grad.clone(), absent
 
-    def put_rows(self, rows: Sequence[int], part: Accumulation, fused: FusedModule) -> None:
-        """Copy the progress of the first members of ``part`` to members ``rows`` of ``fused``."""
-        count, places = len(rows), list(rows)
-        if part.underway or self.underway:
-            self.sums.put_rows(places, part.sums)
-            if part.buffers is not None:
-                if self.buffers is None:
-                    self.buffers = Buffers(fused)
-                self.buffers.put_rows(places, part.buffers)
-        done, spoilt = self.done.clone(), self.spoilt.clone()
-        done[places], spoilt[places] = part.done[:count], part.spoilt[:count]
-        self.done, self.spoilt = done, spoilt
-        self.end(torch.zeros_like(spoilt))
+    @torch.no_grad()
+    def hand_over(self, fused: FusedModule, due: Tensor) -> None:
+        """Write the sums of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and begin new sums."""
+        everybody, table = bool(due.all()), self._table
+        for name, param in fused.named_parameters():
+            param.grad = None
+            if f"sum/{name}" not in table:
+                continue
+            sums, absent = table[f"sum/{name}"], table[f"absent/{name}"]
+            if membership_of(param).standalone:
+                param.grad = None if bool(absent) else sums[0]
+                continue
+            param.grad = sums if everybody else sums.clone()
+            if not everybody:
+                param.grad[~due.to(sums.device)] = 0
+            mark_absent(param.grad, absent | ~due)
+        if everybody:
+            table.drop("sum", "absent")
+        else:
+            table.clear(due.nonzero().reshape(-1).tolist(), ("sum", "absent"))
 
-    def rearranged(self, sources: Sequence[int], fused: FusedModule) -> Accumulation:
-        """Return it with row b taken from row ``sources[b]``, for an array ``fused`` whose rows have moved already."""
-        return self.of_rows(sources, fused)
+    def hold_buffers(self, fused: FusedModule) -> None:
+        """Save the tensors that forward may write to, for members that begin an update."""
+        if self.holds and self.sums_gradients and not bool((begins := self.done == 0).all()):
+            self.renew(fused, begins)
+            return
+        self._table.drop("before")
+        self.holds = True
+        self._hold(fused, [*(name for name, _ in fused.named_buffers()), *written_keys(fused)])
+        array, accumulation = weakref.ref(fused), weakref.ref(self)
+
+        def on_program(program: Any) -> None:
+            held, module = accumulation(), array()
+            if held is not None and module is not None and held.holds:
+                held._hold(module, program.written)
+
+        # Called with programs that this step creates, before they run.
+        fused._on_program = on_program
+
+    def _hold(self, fused: FusedModule, names: Sequence[str]) -> None:
+        if names := [name for name in names if f"before/{name}" not in self._table]:
+            for name, rows in _written_rows(fused, names):
+                self._table[f"before/{name}"] = rows.clone()
+
+    def renew(self, fused: FusedModule, members: Tensor) -> None:
+        """Save the present values of ``members``, bool ``[rows]``, if values are held."""
+        for name, rows in _written_rows(fused, list(self._table.of("before"))):
+            places = members.nonzero().reshape(-1).to(rows.device)
+            self._table[f"before/{name}"][places] = rows[places]
+
+    @torch.no_grad()
+    def put_back(self, fused: FusedModule, members: Tensor) -> None:
+        """Restore the tensors that forward may have written to, of ``members``, bool ``[rows]``."""
+        for name, rows in _written_rows(fused, list(self._table.of("before"))):
+            places = members.nonzero().reshape(-1).to(rows.device)
+            rows[places] = self._table[f"before/{name}"][places]
 
 
-def _counts(calls: int | Sequence[int] | Tensor | None, members: int) -> Tensor:
+def _written_rows(fused: FusedModule, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Return tensors by key as ``[rows, ...]``, without those that all members share; writing there writes to them."""
+    found = ((name, tensor) for name, tensor in tensors(fused) if name in names) if names else ()
+    return [(n, member_rows(t.detach(), membership_of(t))) for n, t in found if is_per_member(t)]
+
+
+def check_calls(calls: int | Sequence[int] | Tensor | None, members: int) -> Tensor:
+    """Return how many calls make an update, int64 ``[members]``. Raises ValueError for invalid or too few ``calls``."""
     values = calls.tolist() if isinstance(calls, Tensor) else calls
     values = [values] * members if isinstance(values, int) else list(values or ())
     if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in values):

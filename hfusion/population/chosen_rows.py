@@ -41,7 +41,7 @@ class ChosenRows:
         vars(part).update(vars(whole))
         vars(part).pop("_chosen", None)
         part.fused, part.optimizer, part.scheduler = array.array, state.part, None
-        part._roll = whole._roll.of_rows(places, len(places))
+        part._share(whole.table.take(places), whole)
         part._prepare(whole._step.known_calls)
         part._step.tell = whole._step.tell
         return ChosenRows(whole, part, array, state)
@@ -55,20 +55,13 @@ class ChosenRows:
     def load(self, rows: Sequence[int], width: int) -> None:
         """Copy the present state of members ``rows`` to ``part``, followed by free rows up to ``width``."""
         whole, part = self.whole, self.part
-        part._roll = whole._roll.of_rows(rows, width)
-        places = part._roll.whole_rows
-        assert places is not None
-        before = len(part.fused)
+        places = [*rows, *list(rows[:1]) * (width - len(rows))]
+        part._share(whole.table.take(rows, width - len(rows)), whole)
         self.array.load(places)
-        if len(places) != before:
-            part.optimizer.forget()
         self.state.load(places)
         part.scaler = None if whole.scaler is None else whole.scaler.of_rows(places)
-        part._limits = whole._limits.rearranged(places)
         part._on_nonfinite, part._common = whole._on_nonfinite, whole._common
         part._gradient_hooks = whole._gradient_hooks
-        part._updates = whole._updates.of_rows(places, part.fused)
-        part._updates.clear(part._roll.free)
         weighs = whole._weighs or part._weighs
         if (weighs, whole._samples) != (part._weighs, part._samples):
             part._weighs, part._samples = weighs, whole._samples
@@ -78,12 +71,15 @@ class ChosenRows:
     def store(self, rows: Sequence[int]) -> None:
         """Write the state of the first members of ``part`` back to members ``rows`` of ``whole``."""
         whole, part = self.whole, self.part
-        whole._updates.put_rows(rows, part._updates, whole.fused)
         self.array.store(len(rows))
         self.state.store(rows)
         if whole.scaler is not None and part.scaler is not None:
-            whole.scaler.put_rows(rows, part.scaler)
-        whole._roll.put_rows(rows, part._roll)
+            whole.scaler.table.put(rows, part.scaler.table)
+        whole.table.put(rows, part.table)
+        whole._updates.holds |= part._updates.holds
+        whole._updates.end(whole._none())
+        whole._roll.step = part._roll.step
+        whole._roll.lineage += part._roll.lineage
 
 
 def step_rows(group: TrainingGroup, chosen: list[int], inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:

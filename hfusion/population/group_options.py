@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hfusion.core.loss_checks import check_loss_function
+from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import is_row
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import HyperValue, read
 from hfusion.optim.lr_scheduler import Make, one_for_each
-from hfusion.population.accumulation import Accumulation
-from hfusion.population.update_guard import Limits, OnNonfinite
+from hfusion.population.accumulation import check_calls
+from hfusion.population.update_guard import OnNonfinite, check_limits, common_value
 from hfusion.step.compile_mode import Compile
 
 if TYPE_CHECKING:
     from hfusion.population.training_group import TrainingGroup
 
 
-@dataclass(frozen=True, eq=False)
 class GroupOptions:
     """The arguments of a population.
 
@@ -32,28 +32,19 @@ class GroupOptions:
         total: the number of initial members, which is the length of optimizer options with a value per member.
         schedules: the function that makes each initial member's scheduler; None without schedulers.
         scaler: the scaler, with the scales of the initial members; None without one.
-        limits: the gradient limits of the initial members.
-        updates: the numbers of calls per update of the initial members.
+        numbers: the gradient limits and the numbers of calls per update of the initial members, in columns.
+        initial_limits, initial_calls: those that all members began with, the defaults of joining members; None where
+            they differed. A limit is missing where nothing is clipped by it.
         initial_hypers: after a load, the hyper-parameters of each param group that the saved members once began with;
             None: those that ``optimizer`` sets.
         others: see `hfusion.Population`.
+
+    Raises:
+        ValueError: a list without ``total`` values, or a loss of `hfusion.per_model`.
     """
 
-    total: int
-    optimizer: Callable[[Any], FusedOptimizer]
-    loss: Callable[..., Any]
-    schedules: tuple[Make, ...] | None
-    scaler: GradScaler | None
-    limits: Limits
-    updates: Accumulation
-    on_nonfinite: OnNonfinite
-    compile: Compile
-    memory: str | int | None = None
-    processes: int | None = None
-    initial_hypers: tuple[Mapping[str, float | None], ...] | None = None
-
-    @staticmethod
-    def of_arguments(
+    def __init__(
+        self,
         total: int,
         *,
         optimizer: Callable[[Any], FusedOptimizer],
@@ -67,8 +58,7 @@ class GroupOptions:
         compile: Compile = None,
         memory: str | int | None = None,
         processes: int | None = None,
-    ) -> GroupOptions:
-        """Create options. Raises ValueError for a list without ``total`` values, or a loss of `hfusion.per_model`."""
+    ) -> None:
         check_loss_function(loss)
         if not callable(optimizer):
             kind = type(optimizer).__name__
@@ -77,24 +67,27 @@ class GroupOptions:
             raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
-        schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
-        started_scaler = copy.deepcopy(scaler)
-        if started_scaler is not None:
-            started_scaler.begin(total)
-        limits = Limits.of(total, clip_norm=clip_norm, clip_value=clip_value)
-        updates = Accumulation.of(accumulate, total)
-        options = optimizer, loss, schedules, started_scaler, limits, updates, on_nonfinite, compile, memory, processes
-        return GroupOptions(total, *options)
+        self.total, self.optimizer, self.loss, self.on_nonfinite = total, optimizer, loss, on_nonfinite
+        self.compile, self.memory, self.processes = compile, memory, processes
+        self.schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
+        self.scaler = copy.deepcopy(scaler)
+        if self.scaler is not None:
+            self.scaler.begin(total)
+        limits = check_limits(total, clip_norm=clip_norm, clip_value=clip_value)
+        self.numbers = MemberTable(total, {**limits, "calls": check_calls(accumulate, total)})
+        self.initial_limits: dict[str, float | None] = {name: common_value(v) for name, v in limits.items()}
+        self.initial_calls: int | None = common_value(self.numbers["calls"])
+        self.initial_hypers: tuple[Mapping[str, float | None], ...] | None = None
 
     def with_initial_values(self, group: TrainingGroup) -> GroupOptions:
         """Return the options with the initial values of ``group``, which joining members get by default."""
-        limits = replace(self.limits, initial=group._limits.initial)
-        scaler = copy.deepcopy(self.scaler)
-        if scaler is not None and group.scaler is not None:
-            scaler.initial_values = dict(group.scaler.initial_values)
-        updates = replace(self.updates, initial_calls=group._updates.initial_calls)
-        initial_hypers = tuple(map(dict, group.optimizer.initial_values))
-        return replace(self, limits=limits, scaler=scaler, updates=updates, initial_hypers=initial_hypers)
+        options = copy.copy(self)
+        options.scaler = copy.deepcopy(self.scaler)
+        if options.scaler is not None and group.scaler is not None:
+            options.scaler.initial_values = dict(group.scaler.initial_values)
+        options.initial_hypers = tuple(map(dict, group.optimizer.initial_values))
+        options.initial_limits, options.initial_calls = group.initial_limits, group._updates.initial_calls
+        return options
 
     def schedule_of_new(self, scheduler: Make | None) -> Make | None:
         """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
@@ -142,10 +135,7 @@ class GroupOptions:
 
     def scaler_of(self, rows: Sequence[int]) -> GradScaler | None:
         """Return a scaler with the scales of members that began in ``rows``."""
-        scaler = copy.deepcopy(self.scaler)
-        if scaler is not None:
-            scaler.rearrange(rows)
-        return scaler
+        return None if self.scaler is None else self.scaler.of_rows(rows)
 
 
 def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:

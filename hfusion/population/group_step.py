@@ -110,9 +110,8 @@ class GroupUpdates:
 
     def __init__(self, together: bool) -> None:
         self._together = together
-        self._rows: Sequence[int | None] = ()
         self._stepped: list[TrainingGroup] = []
-        self._waiting: list[tuple[Sequence[int | None], TrainingGroup, Tensor, Tensor]] = []
+        self._waiting: list[tuple[TrainingGroup, Tensor, Tensor]] = []
         self._finishing: list[Callable[[], object]] = []
 
     @contextmanager
@@ -121,7 +120,7 @@ class GroupUpdates:
         if not self._together:
             yield
             return
-        self._rows, group._deferred = group.rows, self
+        group._deferred = self
         if whole:
             self._stepped.append(group)
         try:
@@ -131,7 +130,7 @@ class GroupUpdates:
 
     def add(self, group: TrainingGroup, losses: Tensor, due: Tensor) -> None:
         """Defer an update of a group, or of some of its members that are stepped separately."""
-        self._waiting.append((self._rows, group, losses, due))
+        self._waiting.append((group, losses, due))
 
     def finish(self, write: Callable[[], object]) -> None:
         """Defer ``write``, which runs after the deferred updates."""
@@ -140,15 +139,14 @@ class GroupUpdates:
     def make(self) -> None:
         """Make the deferred updates. If values of members are not finite, raise a NonFiniteError before the first."""
         bad: list[tuple[int, str]] = []
-        for rows, group, losses, due in self._waiting:
-            whole_rows = group._roll.whole_rows or range(len(rows))
+        for group, losses, due in self._waiting:
             for local in group.bad_members(losses, due).nonzero().reshape(-1).tolist():
-                bad.append((rows[whole_rows[local]] or 0, group._roll.tag(local)))
+                bad.append((group.rows[local] or 0, group._roll.tag(local)))
         if bad:
             for group in self._stepped:
                 group.give_up()
-            raise nonfinite(bad, self._waiting[0][1]._roll.step)
-        for _, group, losses, due in self._waiting:
+            raise nonfinite(bad, self._waiting[0][0]._roll.step)
+        for group, losses, due in self._waiting:
             group._deferred = None
             group._update(losses, due)
         for write in self._finishing:

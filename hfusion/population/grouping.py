@@ -246,7 +246,7 @@ def _receive(target: TrainingGroup, states: Sequence[MemberState], rows: Sequenc
     free_rows = target._roll.free[: len(states)]
     target.put(free_rows, [state.model for state in states])
     for free_row, row, state in zip(free_rows, rows, states, strict=True):
-        put_member_state(target, free_row, state)
+        put_member_state(target, free_row, state.tables)
         target.rows[free_row] = row
 
 

@@ -18,7 +18,6 @@ from hfusion.population.moving import MemberState, copy_member_state
 from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.training_group import TrainingGroup
-from hfusion.population.weights import copy_records
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -81,8 +80,8 @@ def _start_in_array(
             return None
         raise
     for member_row, name in zip(rows, names, strict=True):
-        group._roll.enter(member_row, name)
         group.rows[member_row] = member_row
+        group._roll.enter(member_row, name)
     population._changed()
     return rows
 
@@ -133,21 +132,19 @@ def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> No
     tags = layout.tags
     free = [target for _, target in moves if tags[target] is None]
     names = dict(zip(free, population._names.given([None] * len(free), tags), strict=True))
-    copied = [(str(tags[source]), tags[target] or names[target]) for source, target in moves]
     within: dict[int, tuple[TrainingGroup, list[tuple[int, int]]]] = {}
     across: list[tuple[int, str, MemberState]] = []
-    for (source, target), (_, name) in zip(moves, copied, strict=True):
+    for source, target in moves:
         group, local = layout.slot_of(source)
         # Rows of one array are those of the population, also free ones.
         slot = layout.slots[target] or ((group, target) if population._whole else None)
         if slot is not None and slot[0] is group:
             within.setdefault(group.number, (group, []))[1].append((local, slot[1]))
         else:
-            across.append((target, name, copy_member_state(group, local)))
+            across.append((target, tags[target] or names[target], copy_member_state(group, local)))
     for group, locals_ in within.values():
         group.copy(locals_, {row: (row, name) for row, name in names.items()})
     _replace(population, across)
-    copy_records(population._records, copied)
     population._changed()
 
 

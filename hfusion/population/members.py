@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, overload
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hfusion.array.module import FusedModule
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import NonFiniteError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once
 from hfusion.population.plain_module import PlainModule
@@ -45,34 +47,73 @@ class Event:
         return f"step {self.step}: {self.what} {self.tag}" + (f" from {self.source}" if self.source else "")
 
 
-@dataclass
-class Roll:
-    """The members of a group by row: ``tags[row]`` is None where a row is free; ``ages`` counts the members' updates.
+EMPTY = {
+    "tag": None,
+    "row": None,
+    "alive": False,
+    "age": 0,
+    "frozen": False,
+    "done": 0,
+    "spoilt": False,
+    "sum": 0,
+    "absent": True,
+    "clip_norm": math.inf,
+    "clip_value": math.inf,
+}
+"""What a free row of a group has in the columns of its table."""
+NO_BEST = {"score": math.nan, "age": -1, "waited": 0, "weights": 0}
+"""What a member that had no metric has in the columns of best weights."""
 
-    ``frozen`` marks members that make no steps, since a loss or gradient was not finite. ``keys`` determine the random
-    numbers of compiled steps: a member's key is computed from its name, and a copy has the key of its source.
-    ``step`` counts the updates of the population, and ``lineage`` is its history, which all groups share.
-    ``whole_rows``: the group's rows, if these are only some of them; None if they are all.
+
+def no_best(rows: int) -> MemberTable:
+    """Return the table of best weights of members that had no metric."""
+    columns = {name: torch.full((rows,), NO_BEST[name], device="cpu") for name in ("score", "age", "waited")}
+    return MemberTable(rows, {**columns, "score": columns["score"].double()}, NO_BEST)
+
+
+class Roll:
+    """The members of a group by row, in columns of its table, and the history of the population.
+
+    The columns are ``tag``, the member's name, and ``row``, its row of the population, both None where a row is free;
+    ``alive``, whether it is taken; ``age``, the number of the member's updates; ``frozen``, whether it makes no steps
+    since a loss or gradient was not finite; and ``key``, which determines the random numbers of compiled steps: it is
+    computed from the member's name, and a copy has the key of its source.
+
+    Attributes:
+        step: the number of updates of the population.
+        lineage: its history, which all groups share.
     """
 
-    tags: list[str | None]
-    ages: Tensor
-    frozen: Tensor
-    keys: Tensor
-    step: int = 0
-    lineage: list[Event] = field(default_factory=list)
-    whole_rows: Sequence[int] | None = None
-    _alive: Tensor | None = None
+    def __init__(self, table: MemberTable, step: int = 0) -> None:
+        self._table, self.step, self.lineage = table, step, list[Event]()
 
     @staticmethod
-    def of(tags: Sequence[str | None]) -> Roll:
-        """Return the rows of new members; None where a row is free."""
-        ages = torch.zeros(len(tags), dtype=torch.int64, device="cpu")
-        keys = torch.tensor([0 if tag is None else key_of(tag) for tag in tags], device="cpu")
-        return Roll(list(tags), ages, ages.bool(), keys)
+    def begin(table: MemberTable) -> Roll:
+        """Add columns of free rows to a table."""
+        nobody = torch.zeros(table.rows, dtype=torch.int64, device="cpu")
+        table["tag"], table["row"] = [None] * table.rows, [None] * table.rows
+        table.columns |= {"alive": nobody.bool(), "age": nobody, "frozen": nobody.bool(), "key": nobody.clone()}
+        return Roll(table)
 
-    def __len__(self) -> int:
-        return len(self.tags)
+    @property
+    def tags(self) -> list[str | None]:
+        return self._table["tag"]  # type: ignore[no-any-return]
+
+    @property
+    def alive(self) -> Tensor:
+        return self._table["alive"]  # type: ignore[no-any-return]
+
+    @property
+    def ages(self) -> Tensor:
+        return self._table["age"]  # type: ignore[no-any-return]
+
+    @property
+    def frozen(self) -> Tensor:
+        return self._table["frozen"]  # type: ignore[no-any-return]
+
+    @property
+    def keys(self) -> Tensor:
+        return self._table["key"]  # type: ignore[no-any-return]
 
     @property
     def live(self) -> list[int]:
@@ -83,16 +124,9 @@ class Roll:
     def free(self) -> list[int]:
         return [row for row, tag in enumerate(self.tags) if tag is None]
 
-    @property
-    def alive(self) -> Tensor:
-        """Rows that have a member: bool ``[rows]``."""
-        if self._alive is None:
-            self._alive = torch.tensor([tag is not None for tag in self.tags], device="cpu")
-        return self._alive
-
     def count_step(self) -> None:
         """Count a step that all members have made."""
-        self.ages += self.alive
+        self.ages.add_(self.alive)
         self.step += 1
 
     def tag(self, row: int) -> str:
@@ -102,25 +136,16 @@ class Roll:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
         return name
 
-    def enter(self, row: int, tag: str, source: int | None = None) -> None:
-        """Record a new member in a free row; with ``source``, a copy of the member in that row."""
+    def enter(self, row: int, tag: str, source: str | None = None) -> None:
+        """Record a member in a free row: a new one, or with ``source`` a copy of the member of that name."""
         self.rename(row, tag)
-        self.frozen[row] = False
-        self.ages[row] = 0 if source is None else self.ages[source]
-        self.keys[row] = key_of(tag) if source is None else self.keys[source]
-        origin = None if source is None else self.tag(source)
-        self.lineage.append(Event(self.step, tag, EventKind.START if source is None else EventKind.COPY, origin))
+        if source is None:
+            self.keys[row] = key_of(tag)
+        self.note(row, EventKind.START if source is None else EventKind.COPY, source)
 
     def rename(self, row: int, tag: str | None) -> None:
         """Write the name in a row without an event in the history; None frees the row."""
-        self.tags[row] = tag
-        self._alive = None
-
-    def leave(self, row: int) -> None:
-        """Free the row of a member that stops."""
-        self.note(row, EventKind.STOP)
-        self.rename(row, None)
-        self.frozen[row] = False
+        self.tags[row], self.alive[row] = tag, tag is not None
 
     def thaw(self, row: int) -> None:
         """Let a frozen member train again."""
@@ -132,30 +157,14 @@ class Roll:
         """Add an event of a member to the history."""
         self.lineage.append(Event(self.step, self.tag(row), kind, source))
 
-    def of_rows(self, rows: Sequence[int], width: int) -> Roll:
-        """Return the roll of the members in ``rows``, followed by free rows up to ``width``."""
-        free = width - len(rows)
-        places = [*rows, *[rows[0]] * free]
-        ages, frozen, keys = (values[places] for values in (self.ages, self.frozen, self.keys))
-        tags: list[str | None] = [*map(self.tag, rows), *[None] * free]
-        return Roll(tags, ages, frozen, keys, self.step, [], places)
-
-    def put_rows(self, rows: Sequence[int], part: Roll) -> None:
-        """Copy ages, frozen flags and new events of the first members of ``part`` to the members in ``rows``."""
-        places, count = list(rows), len(rows)
-        self.ages[places], self.frozen[places] = part.ages[:count], part.frozen[:count]
-        self.step = part.step
-        self.lineage += part.lineage
-
-    def rearrange(self, sources: Sequence[int | None]) -> None:
-        """Let row b be the former row ``sources[b]``; None makes a free row."""
-        rows = [0 if source is None else source for source in sources]
-        empty = torch.tensor([source is None for source in sources], device="cpu")
-        self.tags = [None if source is None else self.tags[source] for source in sources]
-        self._alive = None
-        self.ages = torch.where(empty, 0, self.ages[rows])
-        self.keys = self.keys[rows]
-        self.frozen = self.frozen[rows] & ~empty
+    def freeze(self, bad: Tensor, raises: bool) -> None:
+        """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""
+        rows = bad.nonzero().reshape(-1).tolist()
+        if rows and raises:
+            raise nonfinite([(self._table["row"][row], self.tag(row)) for row in rows], self.step)
+        for row in rows:
+            self.note(row, EventKind.FREEZE)
+        self.frozen.logical_or_(bad)
 
 
 @dataclass
@@ -203,18 +212,6 @@ def check_start(rows: Sequence[int], tags: Sequence[str | None], taken: Sequence
         if row < len(taken) and taken[row] is not None:
             free = [other for other, tag in enumerate(taken) if tag is None]
             raise ValueError(f"row {row} is taken by {taken[row]!r}: stop it first; rows {free} are free")
-
-
-def freeze(roll: Roll, bad: Tensor, raises: bool) -> None:
-    """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""
-    rows = bad.nonzero().reshape(-1).tolist()
-    if rows and raises:
-        raise nonfinite(
-            [(row if roll.whole_rows is None else roll.whole_rows[row], roll.tag(row)) for row in rows], roll.step
-        )
-    for row in rows:
-        roll.note(row, EventKind.FREEZE)
-    roll.frozen |= bad
 
 
 def nonfinite(members: Sequence[tuple[int, str]], step: int) -> NonFiniteError:

@@ -28,6 +28,7 @@ from hfusion.core.python_values import CONTAINERS, MAPPINGS, SCALARS
 from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule, is_shared
 from hfusion.population.shared_arena import SharedArena, arena_bytes
+from hfusion.population.update_guard import LIMITS
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.storages import has_views
 
@@ -153,7 +154,7 @@ def _read_by_updates(member: PlainMember) -> list[Any]:
     for group in member.optimizer.param_groups:
         for value in group.values():
             objects += value if isinstance(value, tuple | list) else [value]
-    return [*objects, *member._limits.values.values(), _END]
+    return [*objects, *(member.table[name] for name in LIMITS if name in member.table), _END]
 
 
 def why_not_loss(loss: Callable[..., Any]) -> str:

@@ -43,7 +43,7 @@ from hfusion.population.saving import load, save
 from hfusion.population.spread_members import MemberSpread
 from hfusion.population.training_group import MemberLayout, TrainingGroup
 from hfusion.population.update_guard import OnNonfinite
-from hfusion.population.weights import BestMembers, BestRecord, average
+from hfusion.population.weights import BestMembers, average
 from hfusion.step.compile_mode import Compile
 from hfusion.torch_private.optimizer_hooks import has_step_hooks
 
@@ -122,7 +122,7 @@ class Population:
         candidates = [] if isinstance(models, FusedModule) else grouped(models)
         if len(candidates) < 2:
             candidates = [Candidates(tuple(range(len(models))), TWINS)]
-        options = GroupOptions.of_arguments(
+        options = GroupOptions(
             len(models),
             optimizer=optimizer,
             loss=loss,
@@ -181,8 +181,6 @@ class Population:
         # Shared by all groups.
         self._lineage: list[Event] = []
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
-        # The best weights of each member, by name.
-        self._records: dict[str, BestRecord] = {}
         # Pairs of groups, by number, whose members look alike but whose forwards differ.
         self._apart: set[frozenset[int]] = set()
         # Plain members that were split off a group, and may join another before the next step.
@@ -285,7 +283,7 @@ class Population:
         """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
         group = group_of([state.model for state in states], self._made_with, [0] * len(states), shared)
         for row, state in enumerate(states):
-            put_member_state(group, row, state)
+            put_member_state(group, row, state.tables)
         return group
 
     @property
@@ -549,7 +547,6 @@ class Population:
         slots = [self._layout.slot_of(member_row) for member_row in rows]
         models = [apart(group.fused, local) for group, local in slots]
         for group, local in slots:
-            self._records.pop(group._roll.tag(local), None)
             group.leave(local)
         self._changed()
         return models[0] if single else models

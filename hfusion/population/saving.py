@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor, nn
 
+from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
@@ -22,17 +22,16 @@ from hfusion.checkpoint.save import Root, Writing, gather, groups_of, in_thread,
 from hfusion.checkpoint.save_contents import GROUPS, OWN, SaveWriter
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make
-from hfusion.population.accumulation import Accumulation
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import Candidates, grouped, settle_waiting, shared_frozen
-from hfusion.population.members import Event, EventKind, Roll
+from hfusion.population.members import Event, EventKind
 from hfusion.population.training_group import TrainingGroup
-from hfusion.population.update_guard import Buffers, Limits, OnNonfinite
-from hfusion.population.weights import read_records, write_records
+from hfusion.population.update_guard import LIMITS, OnNonfinite, check_limits, common_value
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -73,7 +72,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
     writer.run(loader, extra, [group.fused for group in groups])
     bodies = []
     for number, group in enumerate(groups):
-        of_group = _gathered_group(population, group)
+        of_group = _gathered_group(group)
         bodies.append(of_group.body)
         writer.tensors |= {f"{GROUPS}{number}/{key}": tensor for key, tensor in of_group.tensors.items()}
     writer.body |= {
@@ -90,7 +89,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
     return writer
 
 
-def _gathered_group(population: Population, group: TrainingGroup) -> SaveWriter:
+def _gathered_group(group: TrainingGroup) -> SaveWriter:
     """Return copies of all that is saved of one group. Raises CheckpointError during an update."""
     if group._common and group._updates.underway:
         raise CheckpointError("members train a parameter together, and are amid an update: save after it")
@@ -98,14 +97,13 @@ def _gathered_group(population: Population, group: TrainingGroup) -> SaveWriter:
     tags = [roll.tag(row) for row in roll.live]
     writer = SaveWriter(roll.live, {"members": tags}, {})
     gather(writer, group.fused, group.optimizer, group.scheduler, group.scaler)
-    writer.store_rows("population/ages", roll.ages)
-    writer.store_rows("population/frozen", roll.frozen)
-    writer.store_rows("population/keys", roll.keys)
-    for name, bounds in group._limits.values.items():
-        writer.store_rows(f"population/{name}", bounds)
-    writer.body["limits begun"] = encode(dict(group._limits.initial), {}, "limits begun")
-    write_records(writer, population._records, tags)
-    _save_updates(writer, group)
+    if not group._updates.underway:
+        group._updates.discard()
+    for kind, table in group.saved_tables().items():
+        for name, column in table.columns.items():
+            if isinstance(column, Tensor):
+                writer.store_rows(f"{kind}/{name}", column)
+    writer.body["limits begun"] = encode(dict(group.initial_limits), {}, "limits begun")
     writer.body["group"] = {
         "rows": roll.tags,
         "accumulate": group._updates.initial_calls,
@@ -154,9 +152,9 @@ def load(
     models = _models_of(make_model, rows)
     if isinstance(makes := options.get("scheduler"), Mapping):
         options["scheduler"] = _makes_of(makes, rows)
-    shared_options = GroupOptions.of_arguments(len(rows), **options)
+    shared_options = GroupOptions(len(rows), **options)
     if not counted:
-        shared_options = replace(shared_options, updates=replace(shared_options.updates, initial_calls=initial_calls))
+        shared_options.initial_calls = initial_calls
     live = [row for row, tag in enumerate(rows) if tag is not None]
     holders = [where[str(rows[row])] for row in live]
     candidates = [part for found in grouped([models[row] for row in live]) for part in _as_saved(found, holders)]
@@ -171,8 +169,8 @@ def load(
         tags = [rows[row] for row in places]
         held = [tag for tag in tags if tag is not None]
         reader = SaveReader.of([saved for saved in groups if not set(saved.body["members"]).isdisjoint(held)], held)
-        _restore(population, group, reader, tags, counted)
-        group._updates.initial_calls = shared_options.updates.initial_calls
+        _restore(group, reader, tags, counted)
+        group._updates.initial_calls = shared_options.initial_calls
         if not population._groups:
             population._options = shared_options.with_initial_values(group)
         population._add(group, [row if rows[row] is not None else None for row in places], candidate.why)
@@ -283,9 +281,7 @@ def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list
     return [Candidates(tuple(members), candidate.why) for _, members in parts]
 
 
-def _restore(
-    population: Population, group: TrainingGroup, reader: SaveReader, rows: Sequence[str | None], counted: bool
-) -> None:
+def _restore(group: TrainingGroup, reader: SaveReader, rows: Sequence[str | None], counted: bool) -> None:
     """Load members into a group, which has a model in each row. Raises CheckpointError.
 
     Args:
@@ -299,12 +295,12 @@ def _restore(
         free = [row for row, tag in enumerate(rows) if tag is None]
         wide = reader.at([indices.get(row, 0) for row in range(len(rows))], free)
         write = writing(wide, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)
-        roll, records = _roll(wide, rows), read_records(wide, rows, group.fused)
-        names = [name for name in ("clip_norm", "clip_value") if wide.has_tensor(f"{OWN}population/{name}")]
-        limits = Limits.of(len(rows), **{name: wide.member_rows(f"population/{name}") for name in names})
-        begun = wide.initial_hyperparameters("limits begun")
-        initial = group._limits.initial | {name: begun.get(name) for name in names}
-        limits = Limits(group._limits.values | limits.values, initial)
+        begun, named = wide.initial_hyperparameters("limits begun"), dict(tensors(group.fused))
+        initial = group.initial_limits | {name: begun.get(name) for name in LIMITS if name in begun}
+        saved_tables = {kind: _saved_columns(wide, kind, table, named) for kind, table in group.saved_tables().items()}
+        members = saved_tables["member"]
+        check_limits(len(rows), **{name: members[name] for name in LIMITS if name in members})
+        _check_progress(wide, group, members, counted)
         bodies = [saved.body["group"] for saved, _ in reader.parts]
         for part, key, component in (("scheduler", "schedule", group.scheduler), ("scaler", "scaler", group.scaler)):
             if component is None and any(saved.body.get(key) for saved, _ in reader.parts):
@@ -312,10 +308,13 @@ def _restore(
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
                     stacklevel=4,
                 )
-        updates = _load_updates(wide, group, free, counted)
         write()
-        group._updates, group._roll, group._limits = updates, roll, limits
-        population._records |= records
+        for kind, table in group.saved_tables().items():
+            table.columns |= saved_tables[kind]
+            table.clear(free)
+        group.table["tag"], group.table["alive"] = list(rows), torch.tensor([t is not None for t in rows], device="cpu")
+        group.initial_limits = initial
+        group._updates.holds = bool(group._updates.underway)
         same_rows = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
         group._widths = Widths(int(bodies[0]["first"]) if same_rows else len(rows))
         group._step.at_once = group._widths.at_once(len(rows))
@@ -323,71 +322,47 @@ def _restore(
             group._step.expected_calls |= set(body["known"])
 
 
-def _roll(wide: SaveReader, rows: Sequence[str | None]) -> Roll:
-    free = torch.tensor([tag is None for tag in rows], device="cpu")
-    ages, frozen = wide.member_rows("population/ages"), wide.member_rows("population/frozen")
-    keys = wide.member_rows("population/keys")
-    for name, values, dtype in (
-        ("ages", ages, torch.int64),
-        ("frozen", frozen, torch.bool),
-        ("keys", keys, torch.int64),
-    ):
-        if (values.dtype, values.shape) != (dtype, free.shape):
-            raise CheckpointError(f"{wide.path}: {name} are {values.dtype} {list(values.shape)}")
-    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys)
+def _saved_columns(wide: SaveReader, kind: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the members' rows of the saved columns of a table, by name. Raises CheckpointError for unfit ones.
 
+    Saves that lack a column have the rows of ``table`` there, or those of no member.
 
-_CALLS, _UPDATE = "population/accumulate", "population/update/"
-
-
-def _save_updates(writer: SaveWriter, group: TrainingGroup) -> None:
-    """Save the members' progress in their updates, with sums of gradients if an update is unfinished."""
-    writer.store_rows(_CALLS, group._updates.calls)
-    if group._updates.underway:
-        for name, stack in group._updates.stacks().items():
-            writer.store_rows(_UPDATE + name, stack)
-
-
-def _load_updates(wide: SaveReader, group: TrainingGroup, free: Sequence[int], has_accumulate: bool) -> Accumulation:
-    """Restore the members' progress in their updates, for a group whose tensors are loaded.
-
-    ``has_accumulate``: whether the user has passed ``accumulate``.
-
-    Raises:
-        CheckpointError: ``accumulate`` differs from the save for a member whose update is unfinished.
+    named: the tensors of the group by key, whose shape columns of tensors have.
     """
-    calls = group._updates.calls
-    done = _saved_rows(wide, f"{_UPDATE}done", torch.zeros_like(calls))
-    saved = _saved_rows(wide, _CALLS, calls)
-    if has_accumulate and bool(((done > 0) & (saved != calls)).any()):
-        row = int(((done > 0) & (saved != calls)).nonzero()[0])
-        raise CheckpointError(
-            f"accumulate={int(calls[row])} for {wide.tags[row]!r}, which is in the midst of an update of "
-            f"{int(saved[row])} calls: leave accumulate out"
-        )
-    updates = Accumulation.of(calls if has_accumulate else saved, len(calls))
-    if group._common and updates.initial_calls is None:
-        raise CheckpointError(f"accumulate={updates.calls.tolist()}: members train a parameter together, and so update")
-    if bool((done > 0).any()):
-        updates.buffers = Buffers(group.fused)
-        for name, param in group.fused.named_parameters():
-            if any(f"{OWN}{_UPDATE}sums/{name}" in held.tensors for held, _ in wide.parts):
-                updates.sums.begin(name, member_rows(param.detach(), membership_of(param)))
-        for name, stack in updates.stacks().items():
-            stack.copy_(_saved_rows(wide, _UPDATE + name, stack))
-        updates.clear(free)
-    return updates
+    prefix = f"{OWN}{kind}/"
+    saved_names = (
+        key.removeprefix(prefix) for saved, _ in wide.parts for key in saved.tensors if key.startswith(prefix)
+    )
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(saved_names):
+        if name not in table:
+            of, _, key = name.partition("/")
+            if of == "absent" or name in LIMITS:
+                table.begin(name, torch.empty(1, dtype=torch.float64 if name in LIMITS else torch.bool, device="cpu"))
+            else:
+                table.begin(name, member_rows(named[key].detach(), membership_of(named[key])))
+        present, parts, start = table[name], [], 0
+        for saved, places in wide.parts:
+            stack, stop = saved.tensors.get(prefix + name), start + len(places)
+            parts.append(present[start:stop].cpu() if stack is None else stack[places])
+            start = stop
+        values = torch.cat(parts)
+        if (values.dtype, values.shape) != (present.dtype, present.shape):
+            raise CheckpointError(f"{wide.path}: {name} of the members is {values.dtype} {list(values.shape)}")
+        columns[name] = values.to(present.device)
+    return columns
 
 
-def _saved_rows(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
-    """Return the members' rows of a saved tensor; for saves that do not hold it, the rows of ``otherwise``."""
-    rows, start = [], 0
-    for saved, places in wide.parts:
-        stack = saved.tensors.get(OWN + key)
-        stop = start + len(places)
-        rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
-        start = stop
-    values = torch.cat(rows)
-    if (values.dtype, values.shape) != (otherwise.dtype, otherwise.shape):
-        raise CheckpointError(f"{wide.path}: {key} is {values.dtype} {list(values.shape)}")
-    return values
+def _check_progress(wide: SaveReader, group: TrainingGroup, members: dict[str, Any], counted: bool) -> None:
+    """Check saved numbers of calls of an update, which ``counted`` ones of the user replace. Raises CheckpointError."""
+    given, saved, done = group.table["calls"], members["calls"], members["done"]
+    if counted:
+        if bool(((done > 0) & (saved != given)).any()):
+            row = int(((done > 0) & (saved != given)).nonzero()[0])
+            raise CheckpointError(
+                f"accumulate={int(given[row])} for {wide.tags[row]!r}, which is in the midst of an update of "
+                f"{int(saved[row])} calls: leave accumulate out"
+            )
+        members["calls"] = saved = given
+    if group._common and common_value(saved) is None:
+        raise CheckpointError(f"accumulate={saved.tolist()}: members train a parameter together, and so update")

@@ -20,20 +20,28 @@ from hfusion.capture.registered_tensors import device_of
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import call_arguments
 from hfusion.core.member_random import keyed
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import Widths
-from hfusion.optim.hyper import HyperValue, read
+from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.accumulation import Accumulation, weighed, weighted
+from hfusion.population.accumulation import Accumulation, check_calls, weighed, weighted
 from hfusion.population.chosen_rows import step_rows
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import signature
-from hfusion.population.members import EventKind, Roll, freeze, key_of
+from hfusion.population.members import EMPTY, EventKind, Roll, key_of, no_best
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
-from hfusion.population.update_guard import bad_rows, check_common, gradients_finite
+from hfusion.population.update_guard import (
+    bad_rows,
+    check_common,
+    check_limits,
+    clip,
+    gradients_finite,
+    limits_of_new,
+)
 from hfusion.step.eager_step import EagerStep, backward
 from hfusion.step.train_step import train_step
 
@@ -52,13 +60,15 @@ class TrainingGroup:
         origins: for each row, the initial member of the population whose options it has.
 
     Attributes:
-        rows: the population's row of each row of the group; None for a free row.
+        table: what each member has besides tensors, optimizer state, scale and schedule: see `Roll` and `Accumulation`,
+            and ``clip_norm`` and ``clip_value``.
+        best: each member's best weights, see `BestMembers`.
+        initial_limits: see `GroupOptions`.
         number: the number of this group in its population, never used again.
         why: why it is a group of its own.
         elsewhere: bytes that the state of other groups takes.
     """
 
-    rows: list[int | None]
     number = 0
     why = ""
     elsewhere = 0
@@ -72,19 +82,27 @@ class TrainingGroup:
         makes = options.schedules
         self.scheduler = None if makes is None else PerMember(self.optimizer, [makes[row] for row in origins])
         self.scaler = options.scaler_of(origins)
-        self._limits = options.limits.rearranged(origins)
-        self._updates = Accumulation.of(options.updates.calls[list(origins)], len(module))
-        self._updates.initial_calls = options.updates.initial_calls
+        self.table, self.initial_limits = options.numbers.take(origins), options.initial_limits
+        self.table.empty, self.table["done"] = EMPTY, torch.zeros_like(self.table["calls"])
+        self.table["spoilt"] = self.table["done"].bool()
+        self.best = no_best(len(module))
+        for name in self.initial_limits.keys() - self.table.columns.keys():
+            self.table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
+        self._roll, self._updates = Roll.begin(self.table), Accumulation(self.table, options.initial_calls)
         self._on_nonfinite, self._function = options.on_nonfinite, options.loss
         self._compiles, self._memory = options.compile, options.memory
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
-        self._roll, self._widths = Roll.of([None] * len(module)), Widths(len(module))
-        self.rows = [None] * len(module)
+        self._widths = Widths(len(module))
         self._common = any(p.requires_grad and not is_per_member(p) for p in self.fused.parameters())
         if self._common and bool((self._updates.calls != self._updates.calls[0]).any()):
             calls = self._updates.calls.tolist()
             raise ValueError(f"accumulate={calls}: members who train a parameter together make an update together")
         self._prepare(())
+
+    def _share(self, table: MemberTable, whole: TrainingGroup) -> None:
+        """Let this be a group of some members of ``whole``, which ``table`` describes."""
+        self.table, self._roll = table, Roll(table, whole._roll.step)
+        self._updates = Accumulation(table, whole._updates.initial_calls, whole._updates.holds)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
@@ -113,7 +131,16 @@ class TrainingGroup:
 
     def __len__(self) -> int:
         """The number of rows, free ones too."""
-        return len(self._roll)
+        return self.table.rows
+
+    @property
+    def rows(self) -> list[int | None]:
+        """The population's row of each row of the group; None for a free row."""
+        return self.table["row"]  # type: ignore[no-any-return]
+
+    @rows.setter
+    def rows(self, rows: Sequence[int | None]) -> None:
+        self.table["row"] = list(rows)
 
     @property
     def live(self) -> list[int]:
@@ -135,18 +162,22 @@ class TrainingGroup:
         """What a model shares with the members if its structure allows it to join them."""
         return signature(self.model)
 
-    def numbers(self) -> dict[str, Tensor]:
-        """The numbers of each member apart from its optimizer state, by name: live tensors ``[rows of the group]``."""
-        roll = self._roll
-        numbers = {"age": roll.ages, "key": roll.keys, "frozen": roll.frozen, **self._limits.values}
-        for number, param_group in enumerate(self.optimizer.param_groups):
-            vectors, _ = read(param_group, self.optimizer.hypers, self.optimizer.members)
-            for hyper, vector in zip(self.optimizer.hypers, vectors, strict=True):
-                numbers[f"{hyper.label} of param group {number}"] = vector.as_subclass(Tensor)
+    def tables(self) -> dict[str, MemberTable]:
+        """All that each member has besides the tensors of its model: live tables by name."""
+        return {**self._own_tables(), **self.optimizer.tables()}
+
+    def saved_tables(self) -> dict[str, MemberTable]:
+        """The tables whose columns a save holds beside the optimizer, scheduler and scaler."""
+        return {"member": self.table, "best": self.best}
+
+    def _own_tables(self) -> dict[str, MemberTable]:
+        tables = {"member": self.table, "best": self.best}
         if self.scaler is not None:
             self.scaler.begin(len(self))
-            numbers |= {f"scaler's {name}": values for name, values in self.scaler._values.items()}
-        return numbers
+            tables["scaler"] = self.scaler.table
+        if self.scheduler is not None:
+            tables["schedule"] = self.scheduler.table
+        return tables
 
     def entries(self, by_row: Mapping[int, int] | None = None) -> list[int]:
         """Return the entry of stacked arguments for each row of the group; by default its row of the population."""
@@ -210,7 +241,7 @@ class TrainingGroup:
             values, _ = self._together.run(args, kwargs, target, block, budget is not None, of_block)
         if not training:
             return values
-        updates.spoilt |= ~values.isfinite().cpu()
+        self.table["spoilt"] |= ~values.isfinite().cpu()
         due = updates.count(self._roll.alive)
         if bool((due & self._roll.alive).any()):
             self._update(values, due)
@@ -228,18 +259,18 @@ class TrainingGroup:
             self._update_all(losses)
             return
         if self._weighs:
-            self._updates.spoilt |= ~losses.isfinite().cpu()
+            self.table["spoilt"] |= ~losses.isfinite().cpu()
         if not self._updates.sums_gradients:
             self._update(losses, ~self._none())
             return
         training = self._roll.alive & ~self._roll.frozen
-        self._updates.sums.add(self.fused)
+        self._updates.add(self.fused)
         due = self._updates.count(training)
         if bool((due & training).any()):
-            self._updates.sums.take(self.fused, due)
+            self._updates.hand_over(self.fused, due)
             self._update(losses, due)
-        elif self._updates.buffers is not None:
-            self._updates.buffers.put_back(~training)
+        else:
+            self._updates.put_back(self.fused, ~training)
 
     def _update_all(self, losses: Tensor) -> None:
         """Update all members if each call is an update; takes few operators if all members are healthy."""
@@ -262,13 +293,14 @@ class TrainingGroup:
         """Update all members with their gradients."""
         if self._gradient_hooks:
             self._run_gradient_hooks(self._none())
-        self._limits.clip(self.fused)
+        clip(self.fused, self.table)
         self.optimizer.step()
 
     def count_update(self) -> None:
         """Count an update that all members have made, if no member has an unfinished one."""
         self._roll.count_step()
-        self._updates.buffers = None
+        if self._updates.holds:
+            self._updates.discard()
 
     def flush(self) -> bool:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
@@ -276,7 +308,7 @@ class TrainingGroup:
             return False
         due = self._updates.done > 0
         if not self._common:
-            self._updates.sums.take(self.fused, due)
+            self._updates.hand_over(self.fused, due)
         # Losses that are not finite were noted at each call.
         self._update(torch.zeros(len(self), device="cpu"), due)
         return True
@@ -296,8 +328,7 @@ class TrainingGroup:
     def give_up(self) -> None:
         """Discard the present updates and restore buffers; the next step begins a new update of all members."""
         everybody = ~self._none()
-        if self._updates.buffers is not None:
-            self._updates.buffers.put_back(everybody)
+        self._updates.put_back(self.fused, everybody)
         if self.scaler is not None:
             self.scaler.forget()
         self._updates.end(everybody)
@@ -305,7 +336,7 @@ class TrainingGroup:
     def bad_members(self, losses: Tensor, due: Tensor) -> Tensor:
         """Return the members of ``due`` that are not finite in this update, bool ``[rows of the group]``."""
         # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
-        bad = self._updates.spoilt | (
+        bad: Tensor = self.table["spoilt"] | (
             self._none() if self.scaler is not None else bad_rows(self.fused, losses, self._finite)
         )
         return bad & due & self._roll.alive & ~self._roll.frozen
@@ -315,20 +346,20 @@ class TrainingGroup:
         roll = self._roll
         overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
         if self._on_nonfinite != "ignore":
-            freeze(roll, self.bad_members(losses, due), self._on_nonfinite == "raise")
-            if self._updates.buffers is not None and bool(roll.frozen.any()):
-                self._updates.buffers.put_back(roll.frozen)
+            roll.freeze(self.bad_members(losses, due), self._on_nonfinite == "raise")
+            if bool(roll.frozen.any()):
+                self._updates.put_back(self.fused, roll.frozen)
             if self.scaler is None:
                 check_common(self.fused)
         self._run_gradient_hooks(overflown | ~due)
-        self._limits.clip(self.fused)
+        clip(self.fused, self.table)
         with self.optimizer.holding(roll.frozen | ~due):
             if self.scaler is None:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update(resting=~due)
-        roll.ages += roll.alive & due & ~(roll.frozen | overflown)
+        roll.ages.add_(roll.alive & due & ~(roll.frozen | overflown))
         roll.step += 1
 
     def _none(self) -> Tensor:
@@ -351,11 +382,10 @@ class TrainingGroup:
     def each(self, fn: MemberFunction, rows: list[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a function of one member's parameters and gradients for members ``rows`` of the group."""
         self._run_each(fn, rows, *args, **kwargs)
-        if self._updates.buffers is not None:
-            # Steps restore the buffers of frozen members.
-            written = self._none()
-            written[rows] = self._roll.frozen[rows]
-            self._updates.buffers.renew(written)
+        # Steps restore the buffers of frozen members.
+        written = self._none()
+        written[rows] = self._roll.frozen[rows]
+        self._updates.renew(self.fused, written)
 
     def put(self, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
         """Write models to free rows. Raises FusionError for a model that cannot be fused with the members."""
@@ -380,8 +410,10 @@ class TrainingGroup:
         """
         if scheduler is not None and self.scheduler is None:
             raise ValueError("scheduler: this population has none; give it one when it is made")
-        limits = self._limits.with_rows(rows, clip_norm=clip_norm, clip_value=clip_value)
-        updates = self._updates.restart(rows, accumulate)
+        limits = limits_of_new(self.initial_limits, len(rows), clip_norm=clip_norm, clip_value=clip_value)
+        if accumulate is None and self._updates.initial_calls is None:
+            raise ValueError("accumulate differs between the members: give it for those that join, accumulate=...")
+        calls = check_calls(self._updates.initial_calls if accumulate is None else accumulate, len(rows))
         if models:
             self.put(rows, models)
         rearrange_optimizer(self.optimizer, [None if slot in rows else slot for slot in range(len(self))], hypers)
@@ -389,23 +421,24 @@ class TrainingGroup:
             self.scheduler.replace(rows, scheduler)
         if self.scaler is not None:
             self.scaler.restart(rows)
-        self._limits, self._updates = limits, updates
+        for name, values in (limits | {"calls": calls}).items():
+            self.table[name][list(rows)] = values
         self._updates.clear(rows)
 
     def limit_norms(self, rows: Sequence[int], norms: HyperValue) -> None:
         """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
-        self._limits = self._limits.with_rows(rows, clip_norm=norms)
+        self.table["clip_norm"][list(rows)] = check_limits(len(rows), clip_norm=norms)["clip_norm"]
 
     def leave(self, row: int) -> None:
         """Free the row of a member that stops."""
-        self._roll.leave(row)
+        self._roll.note(row, EventKind.STOP)
+        self.release(row)
         self._updates.clear([row])
-        self.rows[row] = None
 
     def release(self, row: int) -> None:
         """Free the row of a member that goes on in another group, or is replaced."""
-        self._roll.rename(row, None)
-        self.rows[row] = None
+        for table in (self.table, self.best):
+            table.clear([row])
 
     def _drop_gradients(self) -> None:
         """Release gradients: they are not needed between updates, and moving them takes time."""
@@ -414,19 +447,21 @@ class TrainingGroup:
 
     def copy(self, moves: Sequence[tuple[int, int]], names: Mapping[int, tuple[int, str]]) -> None:
         """Copy members by pairs of rows of the group. ``names``: the row and the name of the copy in a free row."""
-        roll = self._roll
-        sources = list(range(len(self)))
+        roll, sources = self._roll, list(range(len(self)))
         for source, target in moves:
             sources[target] = source
-        held = [(target, roll.tag(source), int(roll.ages[source]), int(roll.keys[source])) for source, target in moves]
+        origins = {target: roll.tag(source) for source, target in moves}
+        own = {target: (self.rows[target], roll.tags[target]) for target in origins}
         self._rearrange(sources)
-        for (source, target), (_, name, age, key) in zip(moves, held, strict=True):
-            if roll.tags[target] is None:
-                self.rows[target], tag = names[target]
-                roll.enter(target, tag, source)
+        for target, origin in origins.items():
+            row, name = own[target]
+            if name is None:
+                self.rows[target], name = names[target]
+                roll.enter(target, name, origin)
             else:
-                roll.note(target, EventKind.COPY, name)
-            roll.ages[target], roll.keys[target], roll.frozen[target] = age, key, False
+                self.rows[target] = row
+                roll.rename(target, name)
+                roll.note(target, EventKind.COPY, origin)
 
     def compact(self) -> bool:
         """Remove free rows as far as the widths of programs allow; return whether any were removed.
@@ -448,8 +483,8 @@ class TrainingGroup:
     def resize(self, sources: Sequence[int], occupied: int) -> None:
         """Rearrange rows by ``sources``; rows from index ``occupied`` on are free."""
         self._rearrange(sources)
-        self._roll.rearrange([source if row < occupied else None for row, source in enumerate(sources)])
-        self.rows = [self.rows[source] if row < occupied else None for row, source in enumerate(sources)]
+        for table in (self.table, self.best):
+            table.clear(range(occupied, len(sources)))
         self._step.at_once = self._widths.at_once(len(sources))
         self._updates.clear(self._roll.free)
 
@@ -464,12 +499,8 @@ class TrainingGroup:
         self._drop_gradients()
         rearrange_array(self.fused, sources)
         rearrange_optimizer(self.optimizer, sources, {})
-        if self.scheduler is not None:
-            self.scheduler.rearrange(sources)
-        if self.scaler is not None and self.scaler.state_dict():
-            self.scaler.rearrange(sources)
-        self._limits = self._limits.rearranged(sources)
-        self._updates = self._updates.rearranged(sources, self.fused)
+        for table in self._own_tables().values():
+            table.arrange(sources)
 
 
 @dataclass(frozen=True, eq=False)

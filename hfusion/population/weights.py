@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.checkpoint.reader import SaveReader
-from hfusion.checkpoint.save_contents import OWN, SaveWriter
-from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import is_per_member, member_rows, membership
 from hfusion.core.patience import is_better, numbers
 from hfusion.core.row_indices import rows_of, write_rows
-from hfusion.population.members import apart
+from hfusion.population.members import NO_BEST, apart
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
     from hfusion.population.training_group import TrainingGroup
-
-_SAVED = "population/best"
-
-
-@dataclass(frozen=True)
-class BestRecord:
-    """A member's best state so far. A copy of a member has the record of its source, and the same tensors.
-
-    Attributes:
-        score: the best metric; NaN while no metric was a number.
-        age: the member's number of updates at that time; -1 while there is no score.
-        waited: the number of metrics since then, none of which was an improvement.
-        weights: parameters and buffers at that time, by key, on the array's device; None while there is no score.
-    """
-
-    score: float = math.nan
-    age: int = -1
-    waited: int = 0
-    weights: Mapping[str, Tensor] | None = None
 
 
 def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
@@ -81,25 +57,30 @@ class BestMembers:
     """
 
     def __init__(self, population: Population) -> None:
-        self._population, self._records = population, population._records
+        self._population = population
 
     @property
     def scores(self) -> Tensor:
         """The best metrics: float64 ``[rows]``, NaN where a row has none."""
-        return torch.tensor([record.score for record in self._rows()], dtype=torch.float64, device="cpu")
+        return self._column("score", torch.float64)
 
     @property
     def ages(self) -> Tensor:
         """Number of updates of each member at its best: int64 ``[rows]``, -1 for rows without one."""
-        return torch.tensor([record.age for record in self._rows()], device="cpu")
+        return self._column("age", torch.int64)
 
     @property
     def waited(self) -> Tensor:
         """Number of successive metrics without an improvement: int64 ``[rows]``."""
-        return torch.tensor([record.waited for record in self._rows()], device="cpu")
+        return self._column("waited", torch.int64)
 
-    def _rows(self) -> list[BestRecord]:
-        return [self._records.get(tag or "", BestRecord()) for tag in self._population.tags]
+    def _column(self, name: str, dtype: torch.dtype) -> Tensor:
+        values = torch.full((len(self._population),), NO_BEST[name], dtype=dtype, device="cpu")
+        for group in self._population._groups:
+            for local, row in enumerate(group.rows):
+                if row is not None:
+                    values[row] = group.best[name][local]
+        return values
 
     @torch.no_grad()
     def update(
@@ -120,17 +101,19 @@ class BestMembers:
             for group in pop._groups:
                 _check_independent(group.fused)
             for group, stacks in _stacks(pop):
+                best = group.best
                 for local, row in enumerate(group.rows):
                     if row is None:
                         continue
-                    tag = group._roll.tag(local)
-                    record = self._records.get(tag, BestRecord())
-                    if is_better(values[row], record.score, mode, least):
-                        weights = {name: stack[local].clone() for name, stack in stacks.items()}
-                        self._records[tag] = BestRecord(values[row], int(group._roll.ages[local]), 0, weights)
+                    best["waited"][local] += 1
+                    if is_better(values[row], float(best["score"][local]), mode, least):
+                        best["score"][local], best["age"][local] = values[row], group.table["age"][local]
+                        best["waited"][local] = 0
+                        for name, stack in stacks.items():
+                            if f"weights/{name}" not in best:
+                                best.begin(f"weights/{name}", stack)
+                            best[f"weights/{name}"][local].copy_(stack[local])
                         improved.append(row)
-                    else:
-                        self._records[tag] = replace(record, waited=record.waited + 1)
         return sorted(improved)
 
     @torch.no_grad()
@@ -142,20 +125,23 @@ class BestMembers:
         pop = self._population
         with pop._lock:
             chosen = list(range(len(pop))) if rows is None else rows_of(rows, len(pop))
-            records, written = self._rows(), []
+            ages = self.ages.tolist()
+            written = [row for row in chosen if ages[row] >= 0]
             for group, stacks in _stacks(pop):
                 for local, row in enumerate(group.rows):
-                    if row in chosen and (weights := records[row].weights) is not None:
+                    if row in written:
                         for name, stack in stacks.items():
-                            stack[local].copy_(weights[name])
-                        written.append(row)
-        return [row for row in chosen if row in written]
+                            stack[local].copy_(group.best[f"weights/{name}"][local])
+        return written
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
-        """Remove the records of all members, or of members in ``rows``, and free their memory."""
+        """Remove the records of all members, or of members in ``rows``, and free the memory if none is left."""
         pop = self._population
-        for row in range(len(pop)) if rows is None else rows_of(rows, len(pop)):
-            self._records.pop(pop.tags[row] or "", None)
+        chosen = set(range(len(pop)) if rows is None else rows_of(rows, len(pop)))
+        for group in pop._groups:
+            group.best.clear(local for local, row in enumerate(group.rows) if row in chosen)
+            if not bool((group.best["age"] >= 0).any()):
+                group.best.drop("weights")
 
     @torch.no_grad()
     def __getitem__(self, row: int) -> nn.Module:
@@ -164,10 +150,10 @@ class BestMembers:
         with pop._lock:
             (index,) = rows_of(row, len(pop))
             group, local = pop._layout.slot_of(index)
-            tag = group._roll.tag(local)
-            weights = self._records.get(tag, BestRecord()).weights
-            if weights is None:
+            if self.ages[index] < 0:
+                tag = group._roll.tag(local)
                 raise ValueError(f"{tag!r} in row {index} has no best weights: call pop.best.update(metrics) before")
+            weights = {name: stack[local] for name, stack in group.best.of("weights").items()}
             return _with_tensors(apart(group.fused, local), weights)
 
 
@@ -177,69 +163,6 @@ def _with_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     for name, value in values.items():
         held[name].detach().copy_(value)
     return model
-
-
-def copy_records(records: dict[str, BestRecord], pairs: Sequence[tuple[str, str]]) -> None:
-    """Give each copy the record of its source, or none if that has none.
-
-    ``pairs``: names ``(source, copy)``. All sources are read before a record is written.
-    """
-    sources = [records.get(source) for source, _ in pairs]
-    for (_, tag), record in zip(pairs, sources, strict=True):
-        if record is None:
-            records.pop(tag, None)
-        else:
-            records[tag] = record
-
-
-def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], tags: Sequence[str]) -> None:
-    """Add the records of members to a save, as stacks on the CPU; nothing if there are none."""
-    rows = [records.get(tag, BestRecord()) for tag in tags]
-    if not any(record.weights is not None or record.waited for record in rows):
-        return
-
-    def write(key: str, values: Any) -> None:
-        writer.tensors[f"{OWN}{_SAVED}/{key}"] = values
-
-    write("score", torch.tensor([record.score for record in rows], dtype=torch.float64, device="cpu"))
-    write("age", torch.tensor([record.age for record in rows], device="cpu"))
-    write("waited", torch.tensor([record.waited for record in rows], device="cpu"))
-    held = [record.weights or {} for record in rows]
-    for name in dict.fromkeys(name for weights in held for name in weights):
-        values = [weights[name] for weights in held if name in weights]
-        stack = values[0].new_zeros(len(rows), *values[0].shape, device="cpu")
-        for row, weights in zip(stack, held, strict=True):
-            if name in weights:
-                row.copy_(weights[name])
-        write(f"weights/{name}", stack)
-
-
-def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModule) -> dict[str, BestRecord]:
-    """Return the records of the members in ``rows`` by name, if any. Raises CheckpointError if shapes differ."""
-    records, start = {}, 0
-    stacks = dict(member_tensors(fused))
-    for saved, places in wide.parts:
-        tags, start = rows[start : start + len(places)], start + len(places)
-        if f"{OWN}{_SAVED}/score" not in saved.tensors:
-            continue
-
-        def read(key: str, index: int, held: Callable[[str], Tensor] = saved.tensors.__getitem__) -> Tensor:
-            return held(f"{OWN}{_SAVED}/{key}")[index]
-
-        for tag, index in zip(tags, places, strict=True):
-            if tag is None:
-                continue
-            score, age, waited = (read(key, index).item() for key in ("score", "age", "waited"))
-            weights = None
-            if age >= 0:
-                weights = {}
-                for name, stack in stacks.items():
-                    value = read(f"weights/{name}", index)
-                    if value.shape != stack.shape[1:]:
-                        raise CheckpointError(f"{saved.path}: the best {name} of {tag!r} has shape {list(value.shape)}")
-                    weights[name] = value.to(stack.device, copy=True)
-            records[tag] = BestRecord(float(score), int(age), int(waited), weights)
-    return records
 
 
 def _checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int]) -> dict[int, float]:
