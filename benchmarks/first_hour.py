@@ -88,7 +88,7 @@ def seeds_fused() -> Numbers:
     batches = seed_batches()
     fused = hf.build(mlp, seeds=SEEDS)
     optimizer = hf.optim.Adam(fused.parameters(), lr=1e-3)
-    step = hf.train_step(fused, F.cross_entropy, optimizer, steps=len(batches))
+    step = hf.train_step(fused, F.cross_entropy, optimizer)
     for inputs, target in batches:
         losses = step(inputs, target)
     return losses.tolist()
@@ -327,7 +327,7 @@ def twins_loop() -> Numbers:
 def twins_fused() -> Numbers:
     online = hf.build(critic, seeds=range(2))
     target = copy.deepcopy(online).requires_grad_(False)
-    step = hf.train_step(online, F.mse_loss, hf.optim.Adam(online.parameters(), lr=1e-3), steps=Q_STEPS)
+    step = hf.train_step(online, F.mse_loss, hf.optim.Adam(online.parameters(), lr=1e-3))
     for state, _, reward, following in transitions(23):
         losses = step(state, reward + 0.99 * target(following).amin(0))
         follow(target, online)
@@ -350,7 +350,7 @@ def networks_loop() -> Numbers:
 def networks_fused() -> Numbers:
     online = hf.build(q_network, seeds=range(10))
     target = copy.deepcopy(online).requires_grad_(False)
-    step = hf.train_step(online, q_loss, hf.optim.Adam(online.parameters(), lr=1e-3), steps=Q_STEPS)
+    step = hf.train_step(online, q_loss, hf.optim.Adam(online.parameters(), lr=1e-3))
     for state, action, reward, following in transitions(8):
         wanted = reward + 0.99 * target(following).amax(-1, keepdim=True)
         losses = step(state, (action, hf.stacked(wanted)))
@@ -472,7 +472,7 @@ def startup() -> None:
     spent("torch.optim.Adam, which imports Dynamo")
     inputs, target = torch.randn(32, 64), torch.randint(10, (32,))
     fused = hf.build(mlp, seeds=SEEDS)
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=1e-3), steps=1000)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=1e-3))
     spent("hf.build and hf.train_step, with their imports")
     step(inputs, target)
     spent("the first step")

@@ -197,7 +197,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if self.bootstrap:
             sample_indices = torch.randint(count, (members, count), generator=generator, device="cpu")
         parts = -(-count // self._batch(count))
-        step = train_step(fused, loss, optimizer, compile=compile, steps=self.max_iter * parts)
+        step = train_step(fused, loss, optimizer, compile=compile)
         curve = []
         for _ in range(self.max_iter):
             order = torch.rand(members, count, generator=generator, device="cpu").argsort(1)

@@ -52,7 +52,7 @@ _VARIANTS = {
     "eager": "hf.train_step(compile=False)",
     "compiled": "hf.train_step(compile=True)",
     "background": 'hf.train_step(compile="background")',
-    "steps": "hf.train_step(steps=n)",
+    "default": "hf.train_step()",
 }
 BASELINE, FILLER = "serial", "compiled-cold"
 CONTENDERS = (

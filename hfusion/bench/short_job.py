@@ -19,6 +19,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
     "compiled": {"compile": True},
     "background": {"compile": "background"},
+    "default": {},
 }
 
 
@@ -37,11 +38,10 @@ def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
         step = start_serial(workload).step
         uncounted = [after - before for before, after in zip(began, _LOADED, strict=True)]
     else:
-        options = _OPTIONS[variant] if variant != "steps" else {"steps": int(steps)}
         fused = hf.fuse(workload.models())
         optimizer = hf.optim.Adam(trained(fused), lr=list(workload.rates))
         inputs, target = workload.batch()
-        train = hf.train_step(fused, case.loss, optimizer, **options)
+        train = hf.train_step(fused, case.loss, optimizer, **_OPTIONS[variant])
         step = lambda: train(inputs, target)  # noqa: E731
     with warnings.catch_warnings():
         # Eager steps are in the table of steps.

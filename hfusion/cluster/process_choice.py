@@ -47,7 +47,7 @@ class ArraySeconds:
             shards = shards_at(program, cuts, sizes, rates, one.optimizer.state_stacks)
             return replace(plan, shards=shards).step_seconds
 
-        eager = eager_reason(one, plan, accelerator=rates.device != "cpu")
+        eager = eager_reason(one, plan)
         calls = 0.0 if not eager else step_seconds(replace(rates, flops=_FREE, memory=_FREE))
         units = [(count, Unit(plan.name, 0, *sort)) for sort, count in plan.counts.items()]
         actions = sum(count * len(plan.actions_of(unit).computes) for count, unit in units) / plan.steps

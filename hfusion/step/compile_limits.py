@@ -18,10 +18,6 @@ class Unprofitable(Exception):
     """A step should not be compiled, because it does not pay or would fail; the message gives the reason."""
 
 
-class SlowerThanEager(Unprofitable):
-    """A compiled step is slower than an eager one."""
-
-
 class TooManyOperators(Unprofitable):
     """A program has too many operators; a program for fewer members may have few enough."""
 

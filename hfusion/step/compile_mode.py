@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 AUTO = "auto"
 
 Compile: TypeAlias = bool | Literal["background"] | None
-"""None compiles if that pays, True always, False never; "background" always, in another process."""
+"""None compiles once steps took two seconds, if that is faster, True always, False never; "background" always, in
+another process."""
 
 
 def check_compile(compile: object) -> None:
@@ -38,52 +39,41 @@ class CompileMode:
     Attributes:
         compile: whether steps may be compiled.
         background: whether another process compiles them.
-        eager_steps, parts, steps: the arguments of `hfusion.train_step`.
-        judged: whether steps are compiled only where that pays, see `hfusion.step.compile_payoff`.
+        eager_steps, parts: the arguments of `hfusion.train_step`.
+        patient: whether steps are compiled only once they took some time, and only if that is faster.
     """
 
     compile: bool
     background: bool = False
     eager_steps: int | None = None
     parts: int | str = AUTO
-    steps: int | None = None
-    judged: bool = False
+    patient: bool = False
 
     @staticmethod
-    def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
+    def of(compile: object, eager_steps: int | None, parts: object = AUTO) -> CompileMode:
         """Create the mode from arguments of `hfusion.train_step`. Raises ValueError if one is invalid."""
         check_compile(compile)
-        divided, judged = check_parts(parts), compile is None
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
-            raise ValueError(f"steps is {steps!r}: give the number of steps that will be made")
+        divided = check_parts(parts)
         if eager_steps is None:
-            return CompileMode(compile is not False, compile == "background", None, divided, steps, judged)
+            background = compile is None or compile == "background"
+            return CompileMode(compile is not False, background, None, divided, compile is None)
         if compile is False:
             raise ValueError(
                 f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
             )
         if isinstance(eager_steps, bool) or not isinstance(eager_steps, int) or eager_steps < 1:
             raise ValueError(f"eager_steps is {eager_steps!r}: give an integer from 1 on, as the first step is eager")
-        if judged:
+        if compile is None:
             raise ValueError(
                 f"eager_steps is {eager_steps!r} where compile is None, which leaves open when steps change over: give "
                 'compile=True or "background" as well'
             )
-        return CompileMode(True, compile == "background", eager_steps, divided, steps)
+        return CompileMode(True, compile == "background", eager_steps, divided)
 
     def __str__(self) -> str:
-        if self.judged or not self.compile:
-            return "None" if self.judged else "False"
+        if self.patient or not self.compile:
+            return "None" if self.patient else "False"
         return '"background"' if self.background else "True"
-
-    def remaining_steps(self, steps: int) -> int | None:
-        """Return how many steps to expect after ``steps`` steps of a kind.
-
-        If the user gave no number, as many as have run. None between powers of two, to decide again only rarely.
-        """
-        if self.steps is not None:
-            return max(0, self.steps - steps)
-        return steps if steps & (steps - 1) == 0 else None
 
     def eager(self, steps: int) -> bool:
         """Return whether the step after ``steps`` of its kind is eager, even if its program is compiled."""

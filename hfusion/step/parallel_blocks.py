@@ -7,13 +7,10 @@ which each block reads its rows (``cpp_block_entry.py``), and of the memory for 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
-import time
 from collections.abc import Callable, Sequence
 from ctypes import addressof
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize
 
@@ -23,14 +20,10 @@ from torch import Tensor
 from hfusion.core.member_random import new_seeds
 from hfusion.device.openmp import torch_threads
 from hfusion.device.team import PieceError, Team, address_of, team
-from hfusion.step.autotune import FAR
 from hfusion.step.compiled_step import PerMemberStep, clear
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.cpp_block_entry import row_entry
 from hfusion.torch_private.cpp_entry import handles_of, tensors_of
-
-# How many steps a trial runs by each candidate; other load may disturb some of them.
-TURNS = 5
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -137,52 +130,34 @@ def _array(values: Sequence[int]) -> Any:
 class ParallelBlocksStep:
     """Runs the blocks of ``program`` on ``threads`` threads, each with ``inner`` torch threads.
 
-    The calling thread is one of them, unless operators may use oneDNN's caches. ``measured``: whether the first steps
-    measure if running the blocks sequentially is faster. Gradients lie in the same memory at every step.
+    The calling thread is one of them, unless operators may use oneDNN's caches. Gradients lie in the same memory at
+    every step.
     """
 
-    def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
+    def __init__(self, program: PerMemberStep, threads: int, inner: int) -> None:
         self._program, self._threads, self._inner = program, threads, inner
         self._entries = list(map(row_entry, program.runs))
         self._joined = threads == 1 or not any(map(_of_one_dnn, map(str, program.operators)))
-        self._trial = ThreadTrial(("threads", "in turn")) if measured else None
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
-        # Teams by number of threads; several of them only during the trial.
-        self._teams: dict[int, Team] = {}
+        self._team: Team | None = None
 
     @property
     def team(self) -> Team | None:
         """The threads, which other kernels may use too; None if the blocks run sequentially."""
-        if self._threads == 1 or (self._trial is not None and self._trial.best == "in turn"):
-            return None
-        return self._teams.get(self._threads)
+        return None if self._threads == 1 else self._team
 
     @property
     def how(self) -> str:
-        """A description of how the blocks run, with measured times."""
+        """A description of how the blocks run."""
         if self._threads == 1:
             return self._program.how
-        modes = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
         inner = f", each with {self._inner} of torch's" if self._inner > 1 else ""
-        if self._trial is None:
-            return f"{self._program.how}, {modes['threads']}{inner}"
-        best = self._trial.best
-        if best is None:
-            return f"{self._program.how}, {modes['threads']}{inner} or {modes['in turn']}: being measured"
-        other = next(mode for mode in modes if mode != best)
-        took = {mode: f"{1e3 * self._trial.seconds(mode):.3g} ms" for mode in modes}
-        return f"{self._program.how}, {modes[best]}{inner}, measured: {took[best]}, {modes[other]} {took[other]}"
+        return f"{self._program.how}, on {self._threads} threads{inner}"
 
     def fits(self, call: StepCall) -> bool:
         return self._program.fits(call)
-
-    def on_threads(self) -> ParallelBlocksStep:
-        """Return the same step, which runs its blocks in parallel from its first step on."""
-        step = copy.copy(self)
-        step._trial = None
-        return step
 
     def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers, and return the losses ``[B]``."""
@@ -191,22 +166,15 @@ class ParallelBlocksStep:
                 first = self._program.step(call)
             self._losses = first.dtype
             return first
-        if self._trial is None:
-            return self._on_threads(call, self._losses, self._threads)
-        mode = self._trial.best or self._trial.next
-        start = time.perf_counter()
-        losses = self._on_threads(call, self._losses, self._threads if mode == "threads" else 1)
-        if self._trial.best is None:
-            self._trial.note(mode, time.perf_counter() - start)
-        return losses
+        return self._on_threads(call, self._losses)
 
-    def _on_threads(self, call: StepCall, dtype: torch.dtype, threads: int) -> Tensor:
+    def _on_threads(self, call: StepCall, dtype: torch.dtype) -> Tensor:
         clear(self._program.params)
         tensors = self._program.tensors.all()
         fixed = self._fixed
         if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, tensors)):
             fixed = self._fixed = _Fixed(self._program, self._entries, tensors, call, dtype)
-        helpers = self._helpers(threads)
+        helpers = self._helpers()
         losses = torch.full((fixed.members,), torch.nan, dtype=dtype, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
         batch = [fixed.apart(tensor) for tensor in call.batch()]
@@ -226,50 +194,8 @@ class ParallelBlocksStep:
             tensors[index].grad = grad
         return losses
 
-    def _helpers(self, threads: int) -> Team:
-        if self._process != os.getpid():
+    def _helpers(self) -> Team:
+        if self._team is None or self._process != os.getpid():
             # A forked process has none of its parent's threads.
-            self._process, self._teams = os.getpid(), {}
-        if self._trial is None or self._trial.best is not None:
-            self._teams = {number: helpers for number, helpers in self._teams.items() if number == threads}
-        if threads not in self._teams:
-            self._teams[threads] = team(threads, self._inner, self._joined)
-        return self._teams[threads]
-
-
-@dataclass(eq=False)
-class ThreadTrial:
-    """Measures candidates for the same work, several times each, to find the fastest.
-
-    All turns of a candidate are consecutive, so that its threads are still awake.
-    """
-
-    candidates: tuple[str, ...]
-    measured_seconds: list[float] = field(default_factory=list)
-
-    @property
-    def next(self) -> str:
-        """The candidate whose turn it is."""
-        return self.candidates[len(self.measured_seconds) // TURNS]
-
-    def note(self, candidate: str, seconds: float) -> None:
-        """Note the seconds of ``candidate``, whose turn it was."""
-        assert candidate == self.next
-        self.measured_seconds.append(seconds)
-
-    def seconds(self, candidate: str) -> float:
-        """Return the minimum time of ``candidate``, without its first turn, which warms up."""
-        first = self.candidates.index(candidate) * TURNS
-        return min(self.measured_seconds[first + 1 : first + TURNS])
-
-    @property
-    def best(self) -> str | None:
-        """The fastest candidate; None until each has had all its turns, or the last one is far slower."""
-        *earlier, last = self.candidates
-        turns = len(self.measured_seconds) - TURNS * len(earlier)
-        # The first turn of the last candidate does not count.
-        if turns < 2:
-            return None
-        fastest = min(self.candidates, key=self.seconds)
-        is_far = self.seconds(last) > FAR * self.seconds(fastest)
-        return fastest if turns >= TURNS or is_far else None
+            self._process, self._team = os.getpid(), team(self._threads, self._inner, self._joined)
+        return self._team

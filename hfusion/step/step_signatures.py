@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from hfusion.array.module import FusedModule
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core import html
 from hfusion.step.block_partition import BlockPartition, drawing
-from hfusion.step.compile_payoff import StepClock
-from hfusion.step.compiled_step import MAX_LOOPED_CALLS, StepProgram
-from hfusion.step.pending_program import PendingProgram
-from hfusion.step.program_lifecycle import Compiling, Deferred, Eager, Event, InUse, ProgramState, Refused, next_state
+from hfusion.step.compile_request import CompileRequest
+from hfusion.step.compile_worker import BackgroundJob
+from hfusion.step.compiled_step import StepProgram
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.dynamo_state import TensorGuards, tensor_guards
@@ -88,6 +87,45 @@ class StepReport:
         )
 
 
+@dataclass(frozen=True)
+class Eager:
+    """Steps run by autograd, and no program is made yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compiling:
+    """Steps run by autograd while another process compiles a program for calls like ``call``."""
+
+    job: BackgroundJob
+    compile_request: CompileRequest
+    call: StepCall
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """The program is ready, but steps run by autograd until it is due."""
+
+    program: StepProgram
+
+
+@dataclass(frozen=True, eq=False)
+class InUse:
+    """Steps run by the program."""
+
+    program: StepProgram
+
+
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """Steps always run by autograd; ``by_choice``: a program is possible, but slower."""
+
+    why: str
+    by_choice: bool = False
+
+
+ProgramState: TypeAlias = Eager | Compiling | Deferred | InUse | Refused
+
+
 @dataclass(eq=False)
 class StepVariant:
     """How the calls of one signature run, as long as the tensors at ``tensor_refs`` have the properties ``traits``."""
@@ -102,13 +140,12 @@ class StepVariant:
     """How its program is divided into blocks, once that is decided."""
     steps: int = 1
     """Number of its calls so far."""
-    clock: StepClock = field(default_factory=StepClock)
+    seconds: float = 0.0
+    """Seconds that its eager steps have taken, without the first, which captures."""
+    note: str = ""
+    """What the report tells of its program besides how it runs."""
     guarded_tensors: GuardedTensors | None = None
     """The tensors at ``tensor_refs``, as they were at the last call."""
-
-    def note(self, event: Event) -> None:
-        """Let ``event`` change the state of the program."""
-        self.state = next_state(self.state, event)
 
     @property
     def program(self) -> StepProgram | None:
@@ -121,22 +158,15 @@ class StepVariant:
         return self.state.why if isinstance(self.state, Refused) else ""
 
     @property
-    def pending(self) -> PendingProgram | None:
-        """The program while another process compiles it."""
-        return self.state.pending if isinstance(self.state, Compiling) else None
+    def pending(self) -> BackgroundJob | None:
+        """The compilation by another process while it lasts."""
+        return self.state.job if isinstance(self.state, Compiling) else None
 
     @property
     def most(self) -> int | None:
         """The most members that the memory budget allows a compiled step at a time; None for all."""
         most: int | None = self.situation[-1][2]
         return most
-
-    @property
-    def extent(self) -> tuple[int, bool]:
-        """The number of graph nodes of forward and loss, and whether the array loops over members."""
-        assert self.sources is not None
-        count = sum(len(source.compiled.graph.nodes) for source in self.sources)
-        return count, self.sources[0].looped_calls > MAX_LOOPED_CALLS
 
     @cached_property
     def draws_together(self) -> bool:
@@ -174,13 +204,13 @@ class StepVariant:
     def row(self) -> CallReport:
         match self.state:
             case InUse(program):
-                return CallReport(self.call, program.how)
+                return CallReport(self.call, ", ".join(filter(None, (program.how, self.note))))
             case Compiling():
                 return CallReport(self.call, "eager", "its program is being compiled in the background")
-            case Deferred():
+            case Refused(why):
+                return CallReport(self.call, "eager", why)
+            case _:
                 return CallReport(self.call, "eager", "the first step of its kind")
-            case Eager(why) | Refused(why):
-                return CallReport(self.call, "eager", why or "the first step of its kind")
 
 
 # The variants of each array, which all of its steps with an equal loss share. Variants whose loss holds tensors are

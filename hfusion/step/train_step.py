@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from threading import RLock
 from time import perf_counter
@@ -30,14 +31,14 @@ from hfusion.device.team import helped_by
 from hfusion.optim import coupling
 from hfusion.step.compile_mode import Compile, CompileMode
 from hfusion.step.compile_scheduler import ProgramMaker
-from hfusion.step.eager_comparison import EagerProgram
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, StepPlans
-from hfusion.step.program_lifecycle import Eager, Refused
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.step_signatures import (
     CallReport,
+    Eager,
     GuardedTensors,
+    Refused,
     StepReport,
     StepVariant,
     family,
@@ -99,7 +100,7 @@ class TrainStep:
         self._memory: dict[str, StepPlans] = {}
         self._warned: set[str] = set()
         self._trained = TrainedParameters(fused, opt)
-        self._maker = ProgramMaker(mode, self._variants, self._eager_program)
+        self._maker = ProgramMaker(mode, self._variants, fused, self._losses_by_autograd)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -146,11 +147,10 @@ class TrainStep:
             if call is not None:
                 self._note(call, situation, outputs, target, block)
             return losses
-        began = perf_counter()
         if variant.program is None or hooked(self._fused):
-            with self._maker.eager_threads(variant):
-                losses = self._eager(prepared)[0]
-            variant.clock.note_eager(perf_counter() - began)
+            began = perf_counter()
+            losses = self._eager(prepared)[0]
+            variant.seconds += perf_counter() - began
             return losses
         self._trained.check_program(variant.guarded_tensors)
         if self.idle and not variant.draws_together:
@@ -161,8 +161,6 @@ class TrainStep:
             return self._eager(prepared)[0]
         with helped_by(variant.program.team):
             self.update(computed)
-        if variant.clock.note_compiled(perf_counter() - began):
-            self._maker.remember(variant)
         return computed
 
     def release(self) -> None:
@@ -222,9 +220,16 @@ class TrainStep:
         self.update(losses)
         return losses, outputs
 
-    def _eager_program(self, situation: Any) -> EagerProgram:
+    def _losses_by_autograd(self, situation: Any, call: StepCall) -> Tensor:
+        """Write gradients and buffers of a call in a situation, without an update, and return the losses ``[B]``."""
         _, _, autocast, (_, block, _) = situation
-        return EagerProgram(self._fused, self._by_autograd, autocast, self._draws_by_seeds(), block)
+        args, kwargs = call.inputs.args_and_kwargs()
+        ((target,), _) = call.target.args_and_kwargs()
+        self._fused.zero_grad()
+        with ExitStack() as stack:
+            for kind, dtype in autocast or ():
+                stack.enter_context(torch.autocast(kind, dtype))
+            return self._by_autograd.run(args, kwargs, target, block, self._draws_by_seeds())[0]
 
     def _draws_by_seeds(self) -> bool:
         """Return whether each member of an eager step draws from a seed of its own, as it does in programs. A memory
@@ -323,7 +328,6 @@ def train_step(
     compile: Compile = None,
     eager_steps: int | None = None,
     parts: int | str = "auto",
-    steps: int | None = None,
     memory: str | int | None = None,
 ) -> TrainStep:
     """Return one training step of all members as a callable: ``losses = step(inputs, target)``.
@@ -338,11 +342,10 @@ def train_step(
         loss: a functional loss that returns one number for a member's output and target, see `hfusion.per_model`.
         optimizer: an optimizer of parameters of ``fused``.
         compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
-            uses cached programs, and compiles others only if that saves time within ``steps``, judged by earlier
-            compilations on this machine. Without ``steps``, it assumes that as many steps follow as have run. On a CPU
-            it then times compiled and eager steps, once per processor, and uses the faster. ``True`` compiles at the
-            second call of each kind, and ``False`` never. ``"background"`` compiles in another process while steps run
-            eagerly. On an accelerator, ``None`` and ``"background"`` compile at the second call.
+            uses cached programs. It compiles others once the steps of a kind have taken two seconds, in another process
+            while steps run eagerly. On a CPU it then times compiled and eager steps, once per processor, and uses the
+            faster. ``True`` compiles at the second call of each kind, and ``False`` never. ``"background"`` compiles
+            at the second call, too, but in another process. On an accelerator no other process compiles.
 
             The first step of a kind runs eagerly and is checked. If the array loops over members, as for convolutions
             on a CPU, the program is that of one member. A change of mode, requires_grad, dtype, device, hooks or values
@@ -354,11 +357,9 @@ def train_step(
             ``"background"`` switch at the same step and agree to the bit. Default: 1; with ``"background"`` as many as
             run until the program is ready.
         parts: on a CPU, the number of blocks of members that are computed in parallel, one thread each. ``"auto"``
-            compares one block per torch thread (``torch.get_num_threads``) with a single block, once, and caches the
-            choice. 1 computes all members together with torch's own threads. Results may differ in the last bit with
-            how members are grouped into blocks. Arrays that cannot be divided, such as members that share a trained
-            parameter, run as one block, and ``step.report()`` says so.
-        steps: the number of steps that will be made, if known, for ``compile=None``.
+            gives each torch thread (``torch.get_num_threads``) a block. 1 computes all members together with torch's
+            own threads. Results may differ in the last bit with how members are grouped into blocks. Arrays that cannot
+            be divided, such as members that share a trained parameter, run as one block, and ``step.report()`` says so.
         memory: the most bytes that a step may take, such as ``"2GiB"``: weights, gradients, optimizer state and
             activations. Forward, loss and backward then run for blocks of members that are estimated to fit; the
             optimizer updates all. Default: no limit.
@@ -396,7 +397,7 @@ def train_step(
             f"{fused._original}; make it of fused.parameters()"
         )
     coupling.check(optimizer)
-    return TrainStep(fused, loss, optimizer, CompileMode.of(compile, eager_steps, parts, steps), memory)
+    return TrainStep(fused, loss, optimizer, CompileMode.of(compile, eager_steps, parts), memory)
 
 
 # Check that an optimizer still has the parameters of its array, which `fully_shard` replaces.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hfusion.compiler.bound_program import BoundProgram
 from hfusion.schedule.plan import TaskPlan
-from hfusion.step.compile_payoff import judge, read_records
-from hfusion.step.compiled_step import MAX_LOOPED_CALLS
 from hfusion.tasks.arrange import Arrangement
+
+# Estimated seconds of eager minibatches from which a compilation pays, which takes 5 to 20 s.
+LEAST_SECONDS = 20.0
 
 
 def shards_obstacle(plan: TaskPlan) -> str:
@@ -18,14 +19,13 @@ def shards_obstacle(plan: TaskPlan) -> str:
     return ""
 
 
-def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, accelerator: bool, draws: bool = False) -> str:
+def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, draws: bool = False) -> str:
     """Return why an array runs eagerly; empty if its minibatches are steps of `hfusion.train_step`.
 
-    With ``compile=None`` the estimated seconds of all its minibatches are judged against those of a compilation, once:
-    a switch between minibatches would depend on time, and with it the last bits of the results.
+    With ``compile=None`` the estimated seconds of all its minibatches decide, once: a switch between minibatches would
+    depend on time, and with it the last bits of the results.
 
     Args:
-        accelerator: it is not a CPU that trains the array.
         draws: forward or the loss draws random numbers, or runs code that may.
     """
     if arrangement.task.compile is False:
@@ -42,8 +42,7 @@ def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, accelerator: bool,
     if draws:
         # A program draws other numbers than the plain loop.
         return "it may draw random numbers; pass compile=True"
-    # The first minibatch waits for its program, so that no core is spared for its compilation.
-    looped = source.looped_calls > MAX_LOOPED_CALLS
-    # What compilations took before is known of CPUs only.
-    records = [] if accelerator else read_records()
-    return judge(plan.steps, plan.step_seconds, len(source.compiled.graph.nodes), looped, records, spare=False).why
+    seconds = plan.steps * plan.step_seconds
+    if seconds < LEAST_SECONDS:
+        return f"its {plan.steps} steps take about {seconds:.2g} s, too little for a compilation to pay"
+    return ""

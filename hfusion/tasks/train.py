@@ -281,8 +281,7 @@ class _TrainRun:
             # Saves from before ``compile=None`` existed have no such entry.
             compiled = saved.get("compiled", False)
             return shards_obstacle(plan) if compiled else "it was eager before its checkpoint, and goes on so"
-        accelerator = any(device.type != "cpu" for device in self._devices.values())
-        return eager_reason(arrangement, plan, accelerator=accelerator, draws=recipe.random)
+        return eager_reason(arrangement, plan, draws=recipe.random)
 
     def _training(
         self,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +17,8 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.device.cache import read_sealed, write_sealed
-from hfusion.step.autotune import ONE_PART, PARTS
 from hfusion.step.memory_budget import block_bytes, state_bytes
-from hfusion.step.program_lifecycle import InUse
+from hfusion.step.step_signatures import InUse
 from hfusion.step.train_step import TrainStep
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
@@ -232,7 +228,7 @@ def test_draws_of_a_member_are_the_same_in_any_part() -> None:
     torch.testing.assert_close(results[3][0], results[0][0][:2], rtol=1e-9, atol=1e-12)
 
 
-# Parts or one part: measured once, and kept.
+# Members with statistics and draws, which a step in any number of parts leaves alike.
 def member() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Dropout(0.3), nn.Linear(30, 3))
 
@@ -243,52 +239,13 @@ def made(parts: int | str = "auto", count: int = 3, **settings: Any) -> TrainSte
     return hf.train_step(fused, F.cross_entropy, optimizer, parts=parts, **{"compile": True, **settings})
 
 
-def autotune_advance(step: TrainStep, times: int = 3) -> list[Tensor]:
+def advance_in_parts(step: TrainStep, times: int = 3) -> list[Tensor]:
     """Losses, state, gradients and what is drawn next: all that a step leaves behind."""
     torch.manual_seed(1)
     x, target = torch.randn(8, 40), torch.randint(3, (8,))
     losses = [step(x, target) for _ in range(times)]
     grads = [param.grad for param in step._fused.parameters() if param.grad is not None]
     return [t.clone() for t in (*losses, *step._fused.state_dict().values(), *grads, torch.rand(2))]
-
-
-def keep(path: Path, seconds: object) -> None:
-    write_sealed(path, json.dumps({"seconds": seconds}).encode())
-
-
-@needs_compiler
-@pytest.mark.parametrize("background", [False, True])
-def test_what_was_measured_once_holds_for_all(background: bool, folder: Path) -> None:
-    """Measuring leaves nothing behind in the step that does it."""
-    settings: dict[str, Any] = {"compile": "background", "eager_steps": 1} if background else {}
-    first = made(**settings)
-    results = [autotune_advance(first), autotune_advance(made())]
-    (path,) = folder.glob("*-choice.json")
-    assert path.stat().st_mode & 0o777 == 0o600
-    seconds = json.loads(read_sealed(path))["seconds"]
-    assert set(seconds) == {ONE_PART, PARTS}
-    fastest = min(seconds, key=seconds.get)
-    assert f"chosen: {fastest} " in str(first.report())
-    results.append(autotune_advance(made(parts=1 if fastest == ONE_PART else 2)))
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
-
-    for variant, parts in ((ONE_PART, 1), (PARTS, 2)):
-        keep(path, {ONE_PART: 1.0, PARTS: 1.0, variant: 0.5})
-        step = made(**settings)
-        results = [autotune_advance(step), autotune_advance(made(parts=parts))]
-        assert step.compilations == 0
-        assert f"chosen: {variant} 500 ms" in str(step.report())
-        assert same(*results)
-
-
-@needs_compiler
-def test_without_a_choice_that_can_be_kept_parts_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HFUSION_PROGRAMS", "0")
-    step = made(count=2)
-    assert same(autotune_advance(step), autotune_advance(made(parts=2, count=2)))
-    assert "chosen" not in str(step.report())
-    assert not list(folder.glob("*-choice.json"))
 
 
 # ``hf.train_step(..., memory=)``: blocks of members, against the members alone in float64.

@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,90 +22,39 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
 from hfusion.device.cache import read_sealed, write_sealed
-from hfusion.step import compile_scheduler, compiled_step, program_cache
-from hfusion.step.autotune import COMPILED, EAGER, VariantTimes
+from hfusion.step import compile_scheduler, compiled_step, eager_comparison, program_cache
 from hfusion.step.compile_mode import CompileMode
-from hfusion.step.compile_payoff import CompileRecord, Worth, add_record
 from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compiled_step import disagreement, shaken
+from hfusion.step.eager_comparison import StepTimes
 from hfusion.step.program_cache import NoProgram
-from hfusion.step.program_lifecycle import (
-    Event,
-    InUse,
-    ProgramReady,
-    ProgramState,
-    Refused,
-    next_state,
-)
 from hfusion.step.step_graph import StepGraph
 from hfusion.step.train_step import TrainStep
 from hfusion.torch_private.cpp_entry import entry_of
-from tests.step.test_blocks import autotune_advance, same
+from tests.step.test_blocks import advance_in_parts, same
 from tests.step.test_blocks import made as made_in_parts
 from tests.step.test_train_step import needs_compiler
 
-# The states of a step's program, and which events lead from one to the next.
-PROGRAM, OTHER = cast(Any, "program"), cast(Any, "another program")
 
-
-@pytest.mark.parametrize(
-    ("state", "event"), [(InUse(PROGRAM), ProgramReady(OTHER)), (Refused("never"), ProgramReady(OTHER))]
-)
-def test_an_event_that_cannot_come(state: ProgramState, event: Event) -> None:
-    with pytest.raises(ValueError, match=f"ProgramReady cannot come in the state {type(state).__name__}"):
-        next_state(state, event)
-
-
-# When a step is compiled whose number of steps is known.
-def unpaid(steps: int, ahead: int, cost: int) -> Worth:
-    return Worth(why=f"{steps} more steps take {ahead} s eagerly, and its compilation about {cost} s")
-
-
+@needs_compiler
 @pytest.mark.usefixtures("_kept")
-def test_a_step_that_is_not_worth_it_is_eager_without_a_warning() -> None:
-    torch.manual_seed(0)
-    add_record(CompileRecord(1, False, False, 1000.0, 2.0))
-    add_record(CompileRecord(1, False, True, 1000.0, 2.0))
-    step = made(steps=6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        losses = advance(step, 6)
-    for actual, expected in zip(losses, advance(made(compile=False), 6), strict=True):
-        assert torch.equal(actual, expected)
-    (row,) = {str(row.why).partition(" more steps")[0] for row in step.report().rows}
-    assert row == "4"
-
-
-@pytest.mark.usefixtures("_kept")
-def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    remaining_steps: list[int] = []
-
-    def verdict(remaining: int, *others: Any) -> Worth:
-        remaining_steps.append(remaining)
-        return Worth() if remaining >= 8 else unpaid(remaining, 1, 9)
-
-    monkeypatch.setattr(compile_scheduler, "judge", verdict)
-    torch.manual_seed(0)
-    step = made(compile=None)
-    losses = [loss for count in (6, 2) for loss in advance(step, count)]
-    assert f"eager: {unpaid(4, 1, 9).why}" in str(step.report())
-    losses += advance(step, 3)
-    assert "program of" in str(step.report())
-    assert remaining_steps == [2, 4, 8]
+def test_steps_are_compiled_once_they_took_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short jobs never compile."""
+    monkeypatch.setattr(eager_comparison, "_STEADY", 0.0)
+    patient, short = made(compile=None), made(compile=None)
+    advance(short, 4)
+    assert "first step of its kind" in str(short.report())
+    advance(patient, 2)
+    monkeypatch.setattr(compile_scheduler, "PATIENCE", 0.0)
+    advance(patient, 2)
+    assert "compiled in the background" in str(patient.report())
+    (pending,) = (variant.pending for variants in patient._variants.values() for variant in variants if variant.pending)
+    pending.result()
+    losses = advance(patient, 2)
+    assert "program of" in str(patient.report())
     plain = made(compile=False)
-    for actual, expected in zip(losses, [loss for n in (6, 2, 3) for loss in advance(plain, n)], strict=True):
-        torch.testing.assert_close(actual, expected)
-    # What is kept is not judged.
-    again = made(compile=None)
-    advance(again, 3)
-    assert "program of" in str(again.report())
-    assert remaining_steps == [2, 4, 8]
-
-
-@pytest.mark.parametrize("steps", [-1, 1.5, True, "many"])
-def test_wrong_numbers_of_steps(steps: Any) -> None:
-    with pytest.raises(ValueError, match="give the number of steps"):
-        CompileMode.of(True, None, steps=steps)
+    expected = [loss for count in (2, 2, 2) for loss in advance(plain, count)][-2:]
+    torch.testing.assert_close(losses, expected)
 
 
 # Compiled steps are compared with eager ones, once, where ``compile=None`` leaves the choice.
@@ -115,49 +63,42 @@ def test_wrong_numbers_of_steps(steps: Any) -> None:
 def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
     """Measuring leaves nothing behind in the step that does it."""
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        compiled, eager = autotune_advance(made_in_parts()), autotune_advance(made_in_parts(compile=False))
+        compiled, eager = advance_in_parts(made_in_parts()), advance_in_parts(made_in_parts(compile=False))
         assert not list(folder.glob("*-eager.json"))
         first = made_in_parts(compile=None)
-        results = autotune_advance(first)
+        results = advance_in_parts(first)
         (path,) = folder.glob("*-eager.json")
-        seconds = json.loads(read_sealed(path))["seconds"]
-        assert set(seconds) == {COMPILED, EAGER}
-        wins = VariantTimes(seconds).eager_wins
+        wins = StepTimes(**json.loads(read_sealed(path))).eager_wins
         # In eager steps members draw from seeds of their own where a program may follow.
         assert first.compilations == 0
         assert wins or same(results, compiled)
 
-        for variant in (COMPILED, EAGER):
-            write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 1.0, variant: 0.5}}).encode())
+        for way, expected in (("compiled", compiled), ("eager", eager)):
+            write_sealed(path, json.dumps({"compiled": 1.0, "eager": 1.0, way: 0.5}).encode())
             step = made_in_parts(compile=None)
-            trained = autotune_advance(step)
-            report = str(step.report())
-            if variant == COMPILED:
-                assert "measured: compiled 500 ms, eager 1e+03 ms" in report
-                assert same(trained, compiled)
-            else:
-                assert "eager: eager steps are faster on this machine: eager 500 ms, compiled 1e+03 ms" in report
-                assert same(trained, eager)
+            assert same(advance_in_parts(step), expected)
+            shown = "eager 1e+03" if way == "compiled" else "eager: eager steps are faster on this machine, measured:"
+            assert shown in str(step.report())
 
 
 @needs_compiler
 def test_whoever_wants_compiled_steps_gets_them(folder: Path) -> None:
-    autotune_advance(made_in_parts())
-    autotune_advance(made_in_parts(compile=None))
+    advance_in_parts(made_in_parts())
+    advance_in_parts(made_in_parts(compile=None))
     (path,) = folder.glob("*-eager.json")
-    write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 0.5}}).encode())
+    write_sealed(path, json.dumps({"compiled": 1.0, "eager": 0.5}).encode())
     step = made_in_parts()
-    autotune_advance(step)
+    advance_in_parts(step)
     (row,) = step.report().rows
     assert not row.how.startswith("eager")
 
 
 @needs_compiler
 def test_hooks_run_once_for_each_step(folder: Path) -> None:
-    autotune_advance(made_in_parts())
+    advance_in_parts(made_in_parts())
     step, calls = made_in_parts(compile=None), []
     step._fused.register_forward_hook(lambda *_: calls.append(1))
-    autotune_advance(step, 6)
+    advance_in_parts(step, 6)
     assert len(calls) == 6
     assert not list(folder.glob("*-eager.json"))
 
@@ -264,7 +205,7 @@ def gone(process: int) -> bool:
 def worker_of(step: TrainStep) -> int:
     (pending,) = (variant.pending for variants in step._variants.values() for variant in variants)
     assert pending is not None
-    return int(pending.job._process.pid)
+    return int(pending._process.pid)
 
 
 @needs_groups
