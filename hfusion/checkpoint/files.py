@@ -1,5 +1,7 @@
 """One save is one directory: tensors in the safetensors format, a manifest in JSON, and the manifest's checksum.
 
+The manifest holds the checksum of the tensors' file, since safetensors loads a flipped bit without a word.
+
 A directory is written under a temporary name, flushed to the disk, and then renamed, so it is complete or absent. The
 format is described in docs/checkpoints.md.
 """
@@ -14,12 +16,11 @@ import os
 import re
 import shutil
 import stat
-import struct
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
 
-FORMAT, VERSION = "hfusion checkpoint", 2
+FORMAT, VERSION = "hfusion checkpoint", 3
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"
@@ -40,26 +41,8 @@ _LISTINGS, _READINGS = 3, 100
 _PLAIN = os.O_RDONLY
 for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _PLAIN |= getattr(os, _name, 0)
-# Maximum bytes of a manifest and of the header of tensors: a hundred for each of ten million tensors.
+# Maximum bytes of a manifest: a hundred for each of ten million tensors.
 MAX_JSON = 1 << 30
-
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -121,22 +104,14 @@ def checked(keep: Any, score: Any) -> tuple[int, float | None]:
 
 
 def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, score: float | None) -> None:
-    # Imported late: it imports sympy.
-    from safetensors.torch import save as to_safetensors
-
-    plain = {key: real_view(tensor).contiguous() for key, tensor in tensors.items()}
-    packed = to_safetensors(plain)
-    head = 8 + struct.unpack("<Q", packed[:8])[0]
+    packed, complex_keys = pack(tensors)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
         "score": score,
-        "bytes": len(packed),
-        "header": blake2b(packed[:head], digest_size=32).hexdigest(),
-        "tensors": {
-            key: {"blake2b": digest(plain[key]), "complex": tensor.is_complex()} for key, tensor in tensors.items()
-        },
+        "tensors": blake2b(packed).hexdigest(),
+        "complex": complex_keys,
         "body": body,
     }
     text = json.dumps(manifest, allow_nan=False, sort_keys=True, indent=1).encode()
@@ -148,14 +123,18 @@ def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, scor
     _sync(aside)
 
 
-def digest(tensor: Tensor) -> str:
-    """Return the checksum of a tensor's bytes."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 1:
-        # An expanded number is contiguous, whatever its stride, and cannot be viewed as bytes.
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return blake2b(content, digest_size=32).hexdigest()
+def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """Return tensors on the CPU in the safetensors format, and the keys of complex ones, stored as pairs of numbers."""
+    # Imported late: it imports sympy.
+    from safetensors.torch import save
+
+    packed = save({key: real_view(tensor).contiguous() for key, tensor in tensors.items()})
+    return packed, sorted(key for key, tensor in tensors.items() if tensor.is_complex())
+
+
+def as_complex(tensors: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors that `pack` was given: those of ``keys`` are complex."""
+    return tensors | {key: torch.view_as_complex(tensors[key]) for key in keys}
 
 
 def _sync(folder: Path) -> None:
@@ -328,53 +307,47 @@ def _size(file: Path, handle: int) -> int:
 
 
 def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
     handle = _opened(file)
     with os.fdopen(handle, "rb") as opened:
-        size, expected_size = _size(file, handle), manifest["bytes"]
-        if size != expected_size:
+        _size(file, handle)
+        if file_digest(opened, "blake2b").hexdigest() != manifest["tensors"]:
             raise CheckpointError(
-                f"{file} has {size} bytes, and had {expected_size} when it was saved; {_advice(file.parent)}"
+                f"{file} is damaged: it does not have the checksum in {MANIFEST}; {_advice(file.parent)}"
             )
-        start = opened.read(8)
-        length = struct.unpack("<Q", start)[0]
-        if length > min(size - 8, MAX_JSON):
-            raise CheckpointError(f"{file} says that its header has {length} bytes, and has {size} in all")
-        head = opened.read(length)
-        if blake2b(start + head, digest_size=32).hexdigest() != manifest["header"]:
-            raise CheckpointError(f"the header of {file} is damaged: its checksum is another; {_advice(file.parent)}")
-        header = {key: value for key, value in json.loads(head).items() if key != "__metadata__"}
-        if header.keys() != manifest["tensors"].keys():
-            raise CheckpointError(f"{file} holds other tensors than {MANIFEST} tells of")
-        return {
-            key: _tensor(file, opened, 8 + length, size, key, header[key], manifest["tensors"][key]) for key in header
-        }
+    with safe_open(file, framework="pt") as content:
+        # Copies, since the file is mapped: one that is cut short later would end the process.
+        tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
+    return as_complex(tensors, manifest["complex"])
 
 
-def _tensor(
-    file: Path, opened: Any, base: int, size: int, key: str, entry: Mapping[str, Any], record: Mapping[str, Any]
-) -> Tensor:
-    dtype, (start, stop) = _TYPES[entry["dtype"]], entry["data_offsets"]
-    shape = [int(dim_size) for dim_size in entry["shape"]]
-    count = 1
-    for dim_size in shape:
-        count *= dim_size
-    if min(shape, default=0) < 0 or not 0 <= start <= stop <= size - base or stop - start != count * dtype.itemsize:
-        raise CheckpointError(
-            f"{key} in {file} has shape {shape} and lies at {start} to {stop}: these do not go together"
-        )
-    opened.seek(base + start)
-    data = bytearray(opened.read(stop - start))
-    if blake2b(data, digest_size=32).hexdigest() != record["blake2b"]:
-        raise CheckpointError(f"{key} in {file} is damaged: its checksum is another; {_advice(file.parent)}")
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-    tensor = flat.reshape(shape)
-    return torch.view_as_complex(tensor) if record["complex"] else tensor
+@dataclass(frozen=True)
+class PackedSave:
+    """A save in memory, to send to another process as bytes: pickle does not support every tensor dtype."""
+
+    body: str
+    tensors: bytes
+    complex: list[str]
+    step: int
+
+    @staticmethod
+    def of(body: Any, tensors: Mapping[str, Tensor], step: int) -> PackedSave:
+        """Pack the contents of a save. ``tensors`` must be on the CPU."""
+        return PackedSave(json.dumps(body), *pack(tensors), step)
+
+    def saved(self) -> Saved:
+        """Return the contents as a `Saved`, as if read from a folder."""
+        from safetensors.torch import load
+
+        tensors = as_complex(load(self.tensors), self.complex)
+        return Saved(Path("a save in memory"), json.loads(self.body), tensors, self.step, None)
 
 
 # Errors that modified files cause, in addition to those of the file system.
 _SURPRISES = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError, RuntimeError,
-    MemoryError, struct.error, AssertionError,
+    MemoryError, AssertionError,
 )  # fmt: skip
 
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import Saved, wrap_load_errors
+from hfusion.checkpoint.files import PackedSave, Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
-from hfusion.checkpoint.packed import PackedSave
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, groups_of, in_thread, saves_of, writing
 from hfusion.checkpoint.save_contents import GROUPS, OWN, SaveWriter

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.checkpoint.packed import PackedSave
+from hfusion.checkpoint.files import PackedSave
 from hfusion.cluster.messages import Raised
 from hfusion.core.errors import HFusionError
 from hfusion.device.forked_process import EndedProcess, ForkedProcess, note_start, start_seconds, why_no_fork

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
+from hfusion.checkpoint.files import PackedSave
 from hfusion.checkpoint.json_tree import decode, encode
-from hfusion.checkpoint.packed import PackedSave
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark

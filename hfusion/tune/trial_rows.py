@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.checkpoint.packed import PackedSave
+from hfusion.checkpoint.files import PackedSave
 from hfusion.core.row_indices import Widths
 from hfusion.optim.convert import fuse
 from hfusion.optim.lr_scheduler import Make

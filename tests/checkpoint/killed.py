@@ -25,7 +25,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hfusion as hf
-from hfusion.checkpoint.files import clean, digest, read, saves
+from hfusion.checkpoint.files import clean, pack, read, saves
 from tests.checkpoint.living import OPTIONS, Batches, Net, population, train
 from tests.tasks.resumed import array, results, shuffled
 from tests.trained import Way, adamw, machine, momentum, planned, task
@@ -50,7 +50,12 @@ def living(root: Path, out: int) -> None:
         tell(out, "saved", pop.steps)
     tensors = [*pop.fused.state_dict().values()]
     tensors += [value for entry in pop.optimizer.state.values() for _, value in sorted(entry.items())]
-    tell(out, "done", blake2b(" ".join(map(digest, tensors)).encode()).hexdigest())
+    tell(out, "done", checksum(tensors))
+
+
+def checksum(tensors: list[torch.Tensor]) -> str:
+    packed, _ = pack({str(number): tensor.detach() for number, tensor in enumerate(tensors)})
+    return blake2b(packed).hexdigest()
 
 
 def tell(out: int, event: str, value: object) -> None:
@@ -105,7 +110,7 @@ def scheduled(root: Path, out: int) -> None:
     # A run that was killed may have made the folder.
     remaining = [*disk.rglob("*")]
     assert not remaining, f"{remaining} are left"
-    tell(out, "done", blake2b(" ".join(map(digest, tensors)).encode()).hexdigest())
+    tell(out, "done", checksum(tensors))
 
 
 def start(run: Run, root: Path, seconds: float | None) -> list[list[str]]:

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hfusion as hf
-from hfusion.checkpoint.files import digest, saves
+from hfusion.checkpoint.files import saves
 from tests.checkpoint.damage import SURE, Trial
 from tests.checkpoint.living import population
 
@@ -38,10 +37,6 @@ def test_a_killed_run_is_resumed_and_ends_the_same() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [line.split(" of ")[0] for line in done.stdout.splitlines()] == ["4 kills", "4 kills"]
-
-
-def test_a_number_that_was_expanded_has_the_checksum_of_its_bytes() -> None:
-    assert digest(torch.tensor(0.5, dtype=torch.float64).expand(1)) == digest(torch.tensor([0.5], dtype=torch.float64))
 
 
 def test_a_failed_write_leaves_the_last_save(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_sizes_that_were_exchanged_in_the_header_are_damage(tmp_path: Path) -> N
     changed = content.replace(b'"shape":[2,3]', b'"shape":[3,2]')
     assert changed != content
     path.write_bytes(changed)
-    with pytest.raises(hf.CheckpointError, match=r"header of .* is damaged: its checksum is another"):
+    with pytest.raises(hf.CheckpointError, match="is damaged: it does not have the checksum in"):
         files.read(tmp_path)
 
 
