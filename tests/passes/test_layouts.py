@@ -170,7 +170,7 @@ def test_the_choice_lists_the_rejected_lowerings() -> None:
 
 
 # On a GPU the estimates choose what was fastest on an H200, by the times that `contact` wrote there.
-LINES = Path(__file__).resolve().parents[3] / "docs" / "benchmarks" / "contact-h200.json"
+LINES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "contact-h200.json"
 MEMBERS_H200 = 16
 # From the estimates in the file, all of which were made of these rates alone.
 H200 = ComputeRates(flops=73e12, memory=4.2e12, calls=71e3, device="cuda")
