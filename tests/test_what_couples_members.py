@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import hfusion as hf
 
@@ -64,43 +64,6 @@ def test_update_bn_member_by_member() -> None:
         update_bn(inputs(3), model)
     assert_equal(fused, models)
     assert fused.get_buffer("norm.num_batches_tracked").tolist() == [3] * MEMBERS
-
-
-@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}])
-def test_averages(options: dict[str, Any]) -> None:
-    fused, models = pair()
-    optimizers = [hf.optim.SGD(fused.parameters(), lr=0.1)]
-    optimizers += [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]  # type: ignore[list-item]
-    averages = [AveragedModel(model, **options) for model in (fused, *models)]
-    for x in inputs(3):
-        backward(fused, models, x)
-        for optimizer, average, model in zip(optimizers, averages, (fused, *models), strict=True):
-            optimizer.step()
-            average.update_parameters(model)
-    assert_equal(averages[0], averages[1:])
-    with torch.no_grad():
-        (x,) = inputs(1)
-        outputs = torch.stack([average.eval()(x) for average in averages[1:]])
-        torch.testing.assert_close(averages[0].eval()(x), outputs, rtol=1e-9, atol=1e-12)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {key: param.grad for key, param in model.named_parameters()}
-
-
-def test_clipping() -> None:
-    fused, models = pair()
-    (x,) = inputs(1)
-    backward(fused, models, x)
-    clip_grad_value_(fused.parameters(), 0.05)
-    for model in models:
-        clip_grad_value_(model.parameters(), 0.05)
-    assert_equal(fused, models, gradients)
-    norms = hf.optim.clip_grad_norm_(fused.parameters(), 0.01)
-    alone = torch.stack([clip_grad_norm_(model.parameters(), 0.01) for model in models])
-    torch.testing.assert_close(norms, alone)
-    assert_equal(fused, models, gradients)
-    assert clip_grad_norm_(fused.parameters(), 10.0).dim() == 0
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {

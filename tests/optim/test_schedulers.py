@@ -49,8 +49,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "SWALR-linear": lambda o: SWALR(o, 0.05, anneal_epochs=4, anneal_strategy="linear"),
 }
 
-ALL: dict[str, Callable[[Any], Any]] = {**MAKERS, "ReduceLROnPlateau": lambda o: ls.ReduceLROnPlateau(o, patience=1)}
-
 
 # Torch's own schedulers drive the vectors of an array as they drive B optimizers.
 def test_every_scheduler_of_torch_is_tried() -> None:

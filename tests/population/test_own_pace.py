@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,67 +27,12 @@ def normed(p: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-class Branching(nn.Module):
-    """A layer that only some members use, by a number of their own."""
-
-    def __init__(self, uses: bool) -> None:
-        super().__init__()
-        self.uses, self.first, self.extra = uses, nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) * (1.0 if self.uses else 2.0)
-
-
 def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-class Alone:
-    """Members of a population, each trained alone with torch."""
-
-    def __init__(self, models: Sequence[nn.Module], make: Callable[[int, Any], Any], accumulate: Sequence[int]) -> None:
-        self.models = copy.deepcopy(list(models))
-        self.optimizers = [make(row, list(model.parameters())) for row, model in enumerate(self.models)]
-        self.accumulate, self.calls = accumulate, [0] * len(self.models)
-
-    def step(self, row: int, x: Tensor, y: Tensor, clip: float = math.inf) -> Tensor:
-        if self.calls[row] == 0:
-            self.optimizers[row].zero_grad()
-        loss = F.cross_entropy(self.models[row](x), y)
-        (loss / self.accumulate[row]).backward()
-        self.calls[row] += 1
-        if self.calls[row] == self.accumulate[row]:
-            nn.utils.clip_grad_norm_(self.models[row].parameters(), clip)
-            self.optimizers[row].step()
-            self.calls[row] = 0
-        return loss.detach()
-
-    def check(self, pop: hf.Population) -> None:
-        for row, model in enumerate(self.models):
-            member = pop.models[row]
-            assert member is not None
-            for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
-                assert_close(actual, expected)
-
-
 def batches(count: int, size: int = 5) -> tuple[Tensor, Tensor]:
     return torch.randn(count, size, 4, dtype=DOUBLE), torch.randint(3, (count, size))
-
-
-OPTIMIZERS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
-    "rates": ("AdamW", lambda row: {"lr": 0.01 * (row + 1)}),
-    "some with momentum": ("SGD", lambda row: {"lr": 0.1, "momentum": 0.9 * (row % 2)}),
-    "betas": ("Adam", lambda row: {"lr": 0.01, "betas": (0.8, 0.9 + 0.01 * row)}),
-    "product": ("NAdam", lambda row: {"lr": 0.01, "momentum_decay": 0.01}),
-}
-
-
-def of_all(kind: str, values: Sequence[dict[str, Any]], params: Any) -> Any:
-    options: dict[str, Any] = {}
-    for key in values[0]:
-        column = [value[key] for value in values]
-        options[key] = tuple(map(list, zip(*column, strict=True))) if isinstance(column[0], tuple) else column
-    return getattr(hf.optim, kind)(params, **options)
 
 
 def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
