@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.row_indices import moved_rows, write_rows
+from hfusion.core.row_indices import moved_rows
 
 
 class MemberTable:
@@ -98,15 +98,19 @@ class MemberTable:
     def put(self, rows: Sequence[int], other: MemberTable) -> None:
         """Write the first rows of ``other`` over ``rows``; a column that one of the tables lacks is empty there."""
         self.clear(rows, {name.partition("/")[0] for name in self.columns.keys() - other.columns.keys()})
+        index: dict[torch.device, Tensor] = {}
         for name, values in other.columns.items():
             if isinstance(values, Tensor):
                 if name not in self.columns:
                     self.begin(name, values)
-                write_rows(self[name], rows, values[: len(rows)])
+                column = self.columns[name]
+                if column.device not in index:
+                    index[column.device] = torch.tensor(list(rows), device=column.device)
+                column.index_copy_(0, index[column.device], values[: len(rows)].to(column.device, column.dtype))
             else:
-                column = self.columns.setdefault(name, [None] * self.rows)
+                entries = self.columns.setdefault(name, [None] * self.rows)
                 for row, entry in zip(rows, values, strict=False):
-                    column[row] = entry
+                    entries[row] = entry
 
     @torch.no_grad()
     def arrange(self, sources: Sequence[int]) -> None:
@@ -115,9 +119,9 @@ class MemberTable:
             if isinstance(column, Tensor):
                 self.columns[name] = moved_rows(column, sources, {})
             else:
-                entries = [column[source] for source in sources]
-                column[:] = [
-                    copy.copy(entry) if source in sources[:row] else entry
-                    for row, (source, entry) in enumerate(zip(sources, entries, strict=True))
-                ]
+                entries, taken = list(column), set[int]()
+                column.clear()
+                for source in sources:
+                    column.append(copy.copy(entries[source]) if source in taken else entries[source])
+                    taken.add(source)
         self.rows = len(sources)

@@ -13,7 +13,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.memory import real_view
-from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of, write_rows
+from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import Hyper, MemberVector, member_vector, plain, read
 from hfusion.optim.settings import ParamGroup, named
@@ -109,10 +109,7 @@ class MemberRows:
         tables: dict[str, MemberTable] = {}
         members = width(self)
         for number, group in enumerate(_groups(self)):
-            vectors, _ = read(group, self.hypers, members)  # type: ignore[attr-defined]
-            labels = (hyper.label for hyper in self.hypers)  # type: ignore[attr-defined]
-            columns = {label: vector.as_subclass(Tensor) for label, vector in zip(labels, vectors, strict=True)}
-            tables[f"param group {number}"] = MemberTable(members, columns)
+            tables[f"param group {number}"] = _vector_table(self, group, members)
             for param in group["params"]:
                 param_mark = membership_of(param)
                 if param_mark.is_own:
@@ -127,27 +124,31 @@ class MemberRows:
 
         State that ``tables`` lack begins anew.
         """
-        optimizer, own = cast("FusedOptimizer", self), self.tables()
+        optimizer, members = cast("FusedOptimizer", self), width(self)
         for number, group in enumerate(_groups(self)):
             if (vectors := tables.get(f"param group {number}")) is not None:
-                own[f"param group {number}"].put(rows, vectors)
+                _vector_table(self, group, members).put(rows, vectors)
             for param in group["params"]:
                 mark = membership_of(param)
-                part = tables.get(f"state/{mark.name}")
-                columns = {} if part is None else part.columns
-                if columns and columns.keys() - optimizer.state.get(param, {}).keys():
+                part = tables.get(f"state/{mark.name}", MemberTable(0))
+                if part.columns.keys() - optimizer.state.get(param, {}).keys():
                     optimizer._state(param, optimizer._settings(group))
                 entry = optimizer.state.get(param, {})
-                if mark.is_own:
-                    begin_rows(self, group, param, {name: rows for name in entry if name not in columns})
-                for name, value in columns.items():
-                    if name in entry:
-                        write_rows(member_rows(entry[name], mark), rows, value[: len(rows)])
-                    elif name not in optimizer.numbers:
-                        # State that the present settings do not use, such as a momentum that was set to 0 later.
-                        stack = value.new_zeros(own["param group 0"].rows, *value.shape[1:])
-                        write_rows(stack, rows, value[: len(rows)])
-                        entry[name] = stack if mark.stacked else stack[0]
+                for name in part.columns.keys() - entry.keys() - optimizer.numbers.keys():
+                    # State that the present settings do not use, such as a momentum that was set to 0 later.
+                    stack = part[name].new_zeros(members, *part[name].shape[1:])
+                    entry[name] = stack if mark.stacked else stack[0]
+                if entry and mark.is_own:
+                    begin_rows(self, group, param, dict.fromkeys(entry.keys() - part.columns.keys(), rows))
+                    own = {name: member_rows(entry[name], mark) for name in part.columns if name in entry}
+                    MemberTable(members, own).put(rows, MemberTable(0, {name: part[name] for name in own}))
+
+
+def _vector_table(optimizer: Any, group: ParamGroup, members: int) -> MemberTable:
+    """Return the members' hyper-parameters of a param group, live."""
+    vectors, _ = read(group, optimizer.hypers, members)
+    columns = {hyper.label: v.as_subclass(Tensor) for hyper, v in zip(optimizer.hypers, vectors, strict=True)}
+    return MemberTable(members, columns)
 
 
 def _groups(optimizer: Any) -> list[ParamGroup]:
@@ -332,7 +333,7 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
             MemberTable(members, entry).arrange(
                 [min(row, members - 1) if source is None else source for row, source in enumerate(sources)]
             )
-        if mark.is_own:
+        if mark.is_own and fresh:
             begin_rows(optimizer, group, param, dict.fromkeys(entry, fresh))
 
 
