@@ -322,28 +322,6 @@ def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     return as_complex(tensors, manifest["complex"])
 
 
-@dataclass(frozen=True)
-class PackedSave:
-    """A save in memory, to send to another process as bytes: pickle does not support every tensor dtype."""
-
-    body: str
-    tensors: bytes
-    complex: list[str]
-    step: int
-
-    @staticmethod
-    def of(body: Any, tensors: Mapping[str, Tensor], step: int) -> PackedSave:
-        """Pack the contents of a save. ``tensors`` must be on the CPU."""
-        return PackedSave(json.dumps(body), *pack(tensors), step)
-
-    def saved(self) -> Saved:
-        """Return the contents as a `Saved`, as if read from a folder."""
-        from safetensors.torch import load
-
-        tensors = as_complex(load(self.tensors), self.complex)
-        return Saved(Path("a save in memory"), json.loads(self.body), tensors, self.step, None)
-
-
 # Errors that modified files cause, in addition to those of the file system.
 _SURPRISES = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError, RuntimeError,

@@ -57,14 +57,16 @@ class GroupOptions:
         on_nonfinite: OnNonfinite = "freeze",
         compile: Compile = None,
         memory: str | int | None = None,
-        processes: int | None = None,
+        processes: int = 1,
     ) -> None:
         check_loss_function(loss)
         if not callable(optimizer):
             kind = type(optimizer).__name__
             raise ValueError(f"optimizer must be a function that makes one from parameters, got {kind}")
-        if processes is not None and (not is_row(processes) or processes < 0):
-            raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
+        if not is_row(processes) or processes < 0:
+            raise ValueError(
+                f"processes={processes!r}: give a whole number of processes, such as 2. 1 is this one alone."
+            )
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
         self.total, self.optimizer, self.loss, self.on_nonfinite = total, optimizer, loss, on_nonfinite

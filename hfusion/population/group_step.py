@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,17 +33,25 @@ def step_groups(
     settle_waiting(population)
     if rows is None:
         check_entries((inputs, target, keywords), len(population))
-    if not population._groups:
+    if not population._held_groups:
         return torch.full((population._size,), math.nan, device="cpu")
     entries = {row: entry for entry, row in enumerate(range(len(population)) if rows is None else rows)}
     _note_memory(population)
-    losses: dict[int, Tensor] = {}
-    arguments = (inputs, target) if rows is None and not keywords and weights is None else None
+
+    def arguments_of(group: TrainingGroup, places: Sequence[int]) -> tuple[Any, Any, dict[str, Any]]:
+        x, y = (take_entries(value, places) for value in (inputs, target))
+        return x, y, {name: take_entries(value, places) for name, value in keywords.items()}
+
+    workers, groups = population._workers, population._held_groups
+    all_step = rows is None and weights is None
     with (
         updates_of_groups(population) as updates,
-        population._spread.step(population._groups, _device(population), arguments) as spread,
+        GroupDraws(_device(groups)) as draws,
+        workers.step(
+            groups, draws, (lambda group: arguments_of(group, group.entries(entries))) if all_step else None
+        ) as losses,
     ):
-        queue = spread.ordered(population._groups)
+        queue = deque(group for group in groups if not workers.is_away(group))
         while queue:
             group = queue.popleft()
             chosen = [local for local, row in enumerate(group.rows) if row in entries]
@@ -50,23 +59,26 @@ def step_groups(
                 continue
             whole = len(chosen) == len(group.live)
             places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
-            x, y, w = (take_entries(value, places) for value in (inputs, target, weights))
-            named = {name: take_entries(value, places) for name, value in keywords.items()}
+            x, y, named = arguments_of(group, places)
             try:
-                with spread.of_group(group), updates.of_group(group, whole):
-                    losses[group.number] = group.step(x, y, None if whole else chosen, w, named)
+                with draws.of_group(group.key), workers.at_home(group), updates.of_group(group, whole):
+                    losses[group.number] = group.step(
+                        x, y, None if whole else chosen, take_entries(weights, places), named
+                    )
             except ForwardsDiffer as error:
                 queue.extendleft(reversed(part(population, group, error, None if whole else chosen)))
     like = next(iter(losses.values()))
     no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
-    return population._layout.collected([losses.get(g.number, no_loss.expand(len(g))) for g in population._groups])
+    # Groups may have parted. The layout is kept, so that members need not come home.
+    layout, groups = population._held_layout or population._layout, population._held_groups
+    return layout.collected([losses.get(g.number, no_loss.expand(len(g))) for g in groups])
 
 
 def _note_memory(population: Population) -> None:
     """Set for each group the bytes that the state of the other groups takes, if memory is limited."""
     if population._made_with.memory is not None:
-        sizes = [state_bytes(group.fused, group.optimizer) for group in population._groups]
-        for group, size in zip(population._groups, sizes, strict=True):
+        sizes = [state_bytes(group.fused, group.optimizer) for group in population._held_groups]
+        for group, size in zip(population._held_groups, sizes, strict=True):
             group.elsewhere = sum(sizes) - size
 
 
@@ -76,11 +88,11 @@ def updates_of_groups(population: Population) -> Iterator[GroupUpdates]:
     updates = GroupUpdates(not population._whole and population._made_with.on_nonfinite == "raise")
     yield updates
     updates.make()
-    population._set_steps(max([population._steps, *(group._roll.step for group in population._groups)]))
+    population._set_steps(max([population._steps, *(group._roll.step for group in population._held_groups)]))
 
 
-def _device(population: Population) -> torch.device:
-    devices = [p.device for group in population._groups for p in group.fused.parameters()]
+def _device(groups: Sequence[TrainingGroup]) -> torch.device:
+    devices = [p.device for group in groups for p in group.fused.parameters()]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 

@@ -36,9 +36,10 @@ def copy_member_state(group: TrainingGroup, row: int) -> MemberState:
 
 
 def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTable]) -> None:
-    """Write the training state of a member to a row of a group that has its model already."""
+    """Write the training state of a member to a row of a group that has its model already, and what it lacks here."""
     group.optimizer.put([row], tables)
     for name, table in group._own_tables().items():
-        table.put([row], tables[name])
+        if name in tables:
+            table.put([row], tables[name])
     group._updates.holds |= bool(tables["member"]["done"][0])
     group._updates.end(group._none())

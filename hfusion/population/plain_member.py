@@ -14,7 +14,7 @@ from hfusion.array.member_functions import MemberFunction
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.device.backend import active_autocast
-from hfusion.optim import FusedOptimizer, coupling
+from hfusion.optim import FusedOptimizer
 from hfusion.population.accumulation import weighted
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.plain_module import PlainModule, of_row
@@ -37,28 +37,9 @@ class PlainStep:
         self.at_once: int | None = None
         # A single member cannot be divided.
         self.budget = None
-        # The losses of the next step, if another process has computed it; and whether that has made the update.
-        self.computed: Tensor | None = None
-        self.is_updated = False
-        self.count: Callable[[], object] = lambda: None
-
-    @property
-    def model(self) -> nn.Module:
-        return self._module.model
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self._module.parameters())
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number with a gradient."""
-        if self.computed is not None:
-            losses, self.computed = self.computed, None
-            if self.is_updated:
-                self.count()
-            else:
-                self.update(losses)
-            return losses
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
             args, kwargs = of_row(args), of_row(kwargs)
@@ -92,7 +73,7 @@ class PlainMember(TrainingGroup):
         function = sample_weighted(self._function) if self._samples else self._function
         loss = weighted(function) if self._weighs else function
         step = PlainStep(cast(PlainModule, self.fused), loss, self.optimizer)
-        step.update, step.count = self._computed, self.count_update
+        step.update = self._computed
         self._step = cast(Any, step)
 
     @property
@@ -101,25 +82,11 @@ class PlainMember(TrainingGroup):
         trains = any(parameter.requires_grad for parameter in self.fused.parameters())
         return [row for row in self._roll.live if trains and not bool(self._roll.frozen[row])]
 
-    @property
-    def makes_plain_steps(self) -> bool:
-        """True if each call of its step is one of the loss itself, with an update."""
-        sums = self._weighs or self._samples or self._updates.sums_gradients
-        return not (sums or self._common) and bool(self.active_rows)
-
-    @property
-    def updates_anywhere(self) -> bool:
-        """True if a fork may make an update: it runs no hooks, and does not wait for the gradients of other groups."""
-        hooked = bool(self._gradient_hooks) or coupling.has_hooks(self.optimizer)
-        return not hooked and self._on_nonfinite != "raise"
-
     def hold_buffers(self) -> None:
-        # If another process has computed the step, it held the buffers before it began.
-        if cast(PlainStep, self._step).computed is None:
-            module = cast(PlainModule, self.fused)
-            module.settle()
-            if module.has_buffers:
-                super().hold_buffers()
+        module = cast(PlainModule, self.fused)
+        module.settle()
+        if module.has_buffers:
+            super().hold_buffers()
 
     def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))

@@ -35,12 +35,12 @@ from hfusion.population.group_step import step_groups
 from hfusion.population.grouping import TWINS, Candidates, PopulationGroup, grouped, shared_frozen
 from hfusion.population.hparams import Hparams, MemberSchedules
 from hfusion.population.joining import copy_members, start
+from hfusion.population.member_workers import MemberWorkers
 from hfusion.population.members import Event, EventKind, Models, Names, apart, check_name, key_of, listed
 from hfusion.population.moving import MemberState, put_member_state
 from hfusion.population.plain_member import group_of
 from hfusion.population.sample_weights import check_keyword, check_weights, rows_of_weights
 from hfusion.population.saving import load, save
-from hfusion.population.spread_members import MemberSpread
 from hfusion.population.training_group import MemberLayout, TrainingGroup
 from hfusion.population.update_guard import OnNonfinite
 from hfusion.population.weights import BestMembers, average
@@ -84,8 +84,8 @@ class Population:
         tags: the members' names, also in checkpoints; "member 0" and so on by default.
         compile, memory: as in `hfusion.train_step`, for arrays; ``memory`` is the limit of a step of all members. Steps
             run eagerly if members train a parameter together.
-        processes: the most processes that compute plain members; 0 or 1: this one alone. By default one for each core,
-            where that is measured to be faster. Members that may be divided have one thread each.
+        processes: the number of processes that train plain members, this one included; by default this one alone. The
+            others are forks, see "Use all CPU cores" in docs/different-models.md.
 
     Raises:
         FusionError: models in different groups train one tensor together.
@@ -117,7 +117,7 @@ class Population:
         tags: Sequence[str] | None = None,
         compile: Compile = None,
         memory: str | int | None = None,
-        processes: int | None = None,
+        processes: int = 1,
     ) -> None:
         candidates = [] if isinstance(models, FusedModule) else grouped(models)
         if len(candidates) < 2:
@@ -175,7 +175,7 @@ class Population:
         """
         self._size, self._options, self._whole = size, options, whole
         # In the order in which they are stepped.
-        self._groups: list[TrainingGroup] = []
+        self._held_groups: list[TrainingGroup] = []
         self._steps = self._numbers = 0
         self._names = Names()
         # Shared by all groups.
@@ -192,7 +192,8 @@ class Population:
         self._held_layout: MemberLayout | None = None
         self._lock = FairLock()
         self._saving: Writing | None = None
-        self._held_spread: MemberSpread | None = None
+        # They own plain members while only steps are made.
+        self._workers = MemberWorkers(1 if self._options is None else self._options.processes)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the array of all members, such as ``pop.fused``."""
@@ -204,7 +205,8 @@ class Population:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle, without functions that pickle cannot find by name."""
-        excluded = ("_lock", "_held_layout", "_saving", "_held_spread")
+        self._workers.come_home()
+        excluded = ("_lock", "_held_layout", "_saving", "_workers")
         state = {name: value for name, value in vars(self).items() if name not in excluded}
         try:
             if self._whole:
@@ -276,7 +278,7 @@ class Population:
     def _changed(self) -> None:
         """Remove groups without members, and compute the layout again when it is needed."""
         if not self._whole:
-            self._groups = [group for group in self._groups if group.live]
+            self._held_groups = [group for group in self._groups if group.live]
         self._held_layout = None
 
     def _group_of(self, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
@@ -292,17 +294,17 @@ class Population:
         return self._options
 
     @property
-    def _layout(self) -> MemberLayout:
-        if self._held_layout is None:
-            self._held_layout = MemberLayout.of(self._groups, self._size)
-        return self._held_layout
+    def _groups(self) -> list[TrainingGroup]:
+        """The groups, with all members in this process. While only steps are made, some may be in others."""
+        self._workers.come_home()
+        return self._held_groups
 
     @property
-    def _spread(self) -> MemberSpread:
-        """Computes plain members in other processes."""
-        if self._held_spread is None:
-            self._held_spread = MemberSpread(self._made_with.processes, self._made_with.loss)
-        return self._held_spread
+    def _layout(self) -> MemberLayout:
+        self._workers.come_home()
+        if self._held_layout is None:
+            self._held_layout = MemberLayout.of(self._held_groups, self._size)
+        return self._held_layout
 
     def __repr__(self) -> str:
         frozen = f", {len(self.frozen)} frozen" if self.frozen else ""
@@ -388,7 +390,7 @@ class Population:
 
     def _set_steps(self, steps: int) -> None:
         self._steps = steps
-        for group in self._groups:
+        for group in self._held_groups:
             group._roll.step = steps
 
     def row(self, tag: str) -> int:

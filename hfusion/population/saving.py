@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import PackedSave, Saved, wrap_load_errors
+from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, groups_of, in_thread, saves_of, writing
@@ -51,13 +51,6 @@ def save(
     if wait:
         saving.result()
     return saving
-
-
-def packed(population: Population) -> PackedSave:
-    """Return the contents of a save of a population, for its ``load`` in another process."""
-    with population._lock:
-        writer = gathered(population, None, None)
-        return PackedSave.of(writer.body, writer.tensors, population.steps)
 
 
 def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:

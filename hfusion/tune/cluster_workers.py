@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 _MAKER = "maker"
 # Its name in errors.
 SWEEP_PARCEL = "what the sweep trains with"
-# The number of calls of an untrained array: it was opened, and then restored or joined.
-_UNTRAINED = 2
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class _SentCalls:
 
 
 class ClusterWorkers:
-    """Workers in the processes of ``executor``.
+    """Workers in the processes of ``executor``. The process of an array may be lost ``max_failures`` times.
 
     Attributes:
         recipe_ref: the reference by which processes get the recipe and the maker.
@@ -99,7 +97,7 @@ class ClusterWorkers:
         lost: called with the name of each array whose process was lost, and the reason. Set by the owner.
     """
 
-    def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int) -> None:
+    def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int = 3) -> None:
         self._executor, self._maker, self._max_failures = executor, maker, max_failures
         self.recipe_ref = executor.put(pack(SWEEP_PARCEL, (recipe, maker), {}))
         self._sent_calls: dict[str, _SentCalls] = {}
@@ -230,20 +228,6 @@ class ClusterWorkers:
             sent.calls = [sent.calls[0], self._packed(("restore", (path, list(members[name]))))]
             sent.done = len(sent.calls) if is_done else 0
         return paths
-
-    def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
-        """Move arrays to other devices. The state of trained arrays is copied through this process."""
-        trained = {name: ("packed", ()) for name in devices if len(self._sent_calls[name].calls) > _UNTRAINED}
-        for name, state in self.ask(trained).items():
-            sent = self._sent_calls[name]
-            sent.calls = [sent.calls[0], self._packed(("restore", (state, list(members[name]))))]
-        for name, device in devices.items():
-            sent = self._sent_calls[name]
-            if device not in self.lost_devices and device != sent.device:
-                self._dropped.setdefault(sent.device, []).append(name)
-                sent.device, sent.done = device, 0
-        self._done(devices)
-        return {name: self._sent_calls[name].device for name in devices}
 
     def drop(self, name: str, *, collect: bool) -> None:
         device = self._sent_calls.pop(name).device

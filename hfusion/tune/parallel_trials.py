@@ -1,327 +1,218 @@
-"""Plain trials of a sweep, distributed over processes if that is measured to be faster than one process."""
+"""Plain trials of a sweep in worker processes, one per core, which own them until they end."""
 
 from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.checkpoint.files import PackedSave
-from hfusion.cluster.messages import Raised
 from hfusion.core.errors import HFusionError
-from hfusion.device.forked_process import EndedProcess, ForkedProcess, note_start, start_seconds, why_no_fork
-from hfusion.device.native import cores
+from hfusion.device.forked_worker import ForkedWorker, WorkerEnded, why_no_fork
 from hfusion.device.openmp import torch_threads
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
-from hfusion.tune.space import ArrayChoices, ModelMaker, Suggestion, TrialModel
+from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.training_setup import SweepRecipe
 
 _log = logging.getLogger(__name__)
 
+# Seconds that workers take to start. Sweeps that end sooner need none.
+_STARTING = 0.3
+# A trial moves to another worker if that shortens the epochs by this part: times differ as much by chance.
+_SHORTER = 0.1
 
-class SpreadTrials:
-    """The plain trials of one array, as in `PlainTrials`, but some of them may be in other processes.
+
+class ParallelTrials(PlainTrials):
+    """Plain trials of one array, of which some are in workers.
 
     Attributes:
-        home: the trials in this process.
-        away: for trials in other processes, the process by the trial's tag.
-        done: epochs that each trial has trained, by tag.
+        members: all trials, by tag.
+        away: the workers of trials that are in other processes, by tag.
     """
 
-    def __init__(self, name: str, choices: ArrayChoices, spread: TrialSpread) -> None:
-        self.name, self.choices, self._spread = name, choices, spread
-        self.home = PlainTrials(spread.recipe, choices, lambda: False)
+    def __init__(self, name: str, recipe: SweepRecipe, choices: ArrayChoices) -> None:
+        super().__init__(recipe, choices, lambda: False)
+        self.name = name
         self.members: dict[str, TrialModel] = {}
-        self.away: dict[str, TrialProcess] = {}
-        self.done: Counter[str] = Counter()
+        self.away: dict[str, ForkedWorker] = {}
 
-    def join(self, new: Sequence[TrialModel]) -> None:
-        """Add trials. They are in this process until the next epoch."""
-        self.home.join(new)
+    def join(self, new: Sequence[TrialModel], states: Mapping[str, dict[str, Any]] | None = None) -> None:
+        super().join(new, states)
         self.members |= {member.tag: member for member in new}
 
     def leave(self, tag: str) -> nn.Module:
-        """Remove a trial that ends, and return its model on the CPU."""
         self.come_home([tag])
         del self.members[tag]
-        self._spread.forget(tag)
-        return self.home.leave(tag)
+        return super().leave(tag)
 
     def discard(self, tag: str) -> None:
-        """Remove a trial that ends, in whichever process it is."""
-        if tag in self.away:
-            self.away.pop(tag).ask(DiscardRequest(self.name, tag))
-        else:
-            self.home.discard(tag)
+        self.come_home([tag])
         del self.members[tag]
-        self._spread.forget(tag)
+        super().discard(tag)
 
     def come_home(self, tags: Iterable[str]) -> None:
         """Move trials back to this process."""
-        for tag in tags:
-            if tag in self.away:
-                key = (self.name, tag)
-                state = self.away.pop(tag).ask(StatesRequest((key,), leaving=True))[key]
-                self.home.join([self.members[tag]], {tag: state})
+        for tag in [tag for tag in tags if tag in self.away]:
+            state = _ask(self.away.pop(tag), ("take", self.name, tag))
+            super().join([self.members[tag]], {tag: state})
 
-    def save(self, folder: Path) -> Path:
-        """Save all trials, and return the path of the save."""
-        worker_states: dict[str, dict[str, Any]] = {}
-        for process in set(self.away.values()):
-            places = [(self.name, tag) for tag, other in self.away.items() if other is process]
-            answer = process.ask(StatesRequest(tuple(places), leaving=False))
-            worker_states |= {tag: answer[self.name, tag] for _, tag in places}
-        return self.home.save(folder, worker_states)
-
-    def packed(self) -> PackedSave:
-        """Move all trials back to this process, and return the content of a save in memory."""
-        self.come_home(list(self.away))
-        return self.home.packed()
-
-    def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[None, int]:
-        """Restore trials into this process, see `PlainTrials.restore`."""
-        self.members = {member.tag: member for member in members}
-        return self.home.restore(saved, members)
-
-    def compact(self) -> None:
-        """Do nothing: there are no free rows."""
-
-    def collect(self) -> None:
-        """Do nothing: reference cycles hold no memory of removed trials."""
+    def states(self) -> dict[str, dict[str, Any]]:
+        return super().states() | {tag: _ask(worker, ("state", self.name, tag)) for tag, worker in self.away.items()}
 
 
-class TrialSpread:
-    """Trains plain trials in one process per core, if measured times show that this is faster.
+class TrialPool:
+    """Trains the plain trials of a sweep: in this process, and in workers once that takes longer than starting them.
 
-    A trial that shares a tensor with another, or that cannot be pickled, stays in this process. All trials do if this
+    With workers, each trial has one thread. The longest trials go first, each to the worker with the least to do. A
+    trial that shares a tensor with another, or that cannot be pickled, stays in this process. All trials do if this
     process cannot be forked.
 
     Args:
-        processes: the maximum number of worker processes; None: one per core.
+        processes: the number of workers; fewer than two: none.
     """
 
-    def __init__(self, recipe: SweepRecipe, processes: int | None) -> None:
-        self.recipe = recipe
-        self._most = cores() if processes is None else processes
-        self._workers: list[TrialProcess] = []
-        self._arrays: dict[str, SpreadTrials] = {}
+    def __init__(self, recipe: SweepRecipe, processes: int) -> None:
+        self._recipe, self._count = recipe, processes
+        self._workers: list[ForkedWorker] = []
+        self._computing: list[ForkedWorker] = []
+        self._arrays: dict[str, ParallelTrials] = {}
+        # Seconds of the last epoch of each trial, by tag.
         self._seconds: dict[str, float] = {}
-        self._local_seconds: dict[str, float] = {}
-        self._stuck: set[str] = set()
-        # True if workers were measured to be slower. Trials still use one thread: rounding must not depend on time.
-        self._workers_are_slower = False
-        self._sent: list[TrialProcess] = []
-        if self._most > 1:
-            self._refuse(why_no_fork(recipe.device) or _why_no_readers(recipe))
-
-    def _refuse(self, why: str) -> None:
-        """Train all trials in this process from now on, unless ``why`` is empty."""
-        if why:
+        self._unpicklable: set[str] = set()
+        if self._count > 1 and (why := why_no_fork(recipe.device) or _why_no_readers(recipe)):
             _log.info("plain trials are trained one after another in this process: %s", why)
-            self._most = 0
-
-    def open(self, name: str, choices: ArrayChoices) -> SpreadTrials:
-        """Return a new array of plain trials."""
-        self._arrays[name] = SpreadTrials(name, choices, self)
-        return self._arrays[name]
-
-    def drop(self, name: str) -> None:
-        """Remove an array without trials. Workers need not be notified."""
-        self._arrays.pop(name, None)
-
-    def forget(self, tag: str) -> None:
-        """Drop the measured times of a trial that has ended."""
-        for times in (self._seconds, self._local_seconds):
-            times.pop(tag, None)
-
-    @property
-    def _live(self) -> int:
-        return sum(len(array.members) for array in self._arrays.values())
-
-    @property
-    def _together(self) -> bool:
-        """Return whether each trial uses one thread. As this affects rounding, it depends on counts, not on times.
-
-        If there are few trials, each uses all threads of torch, as in an ordinary loop.
-        """
-        return self._most > 1 and 2 * self._live > self._most
+            self._count = 1
 
     @property
     def side_by_side(self) -> int:
         """Number of trials trained at the same time, if there are enough trials."""
-        return 1 if self._workers_are_slower else max(1, self._most)
+        return max(1, self._count)
 
-    def start_epoch(self, calls: Mapping[str, tuple[int, bool]]) -> None:
-        """Start an epoch in the workers. ``calls``: the seed of each array, and whether to evaluate its trials."""
-        if not self._together:
-            self._close()
+    def open(self, name: str, choices: ArrayChoices) -> ParallelTrials:
+        """Return a new array of plain trials."""
+        self._arrays[name] = ParallelTrials(name, self._recipe, choices)
+        return self._arrays[name]
+
+    def drop(self, name: str) -> None:
+        """Remove an array without trials."""
+        self._arrays.pop(name, None)
+
+    def start(self, calls: Mapping[str, tuple[int, bool]]) -> None:
+        """Let workers start an epoch. ``calls``: the seed of each array, and whether to evaluate its trials."""
+        live = {tag for array in self._arrays.values() for tag in array.members}
+        self._seconds = {tag: seconds for tag, seconds in self._seconds.items() if tag in live}
         if self._workers:
-            self._balance([(array, tag) for array in self._arrays.values() for tag in array.members])
-        self._send([(self._arrays[name], tag) for name in calls for tag in self._arrays[name].away], calls)
-
-    def _send(self, trials: Sequence[tuple[SpreadTrials, str]], calls: Mapping[str, tuple[int, bool]]) -> None:
-        for process in self._workers:
-            places = [(array.name, tag) for array, tag in trials if array.away.get(tag) is process]
-            if places:
-                seed = calls[places[0][0]][0]
-                process.send(EpochRequest(seed, tuple((name, tag, calls[name][1]) for name, tag in places)))
-                self._sent.append(process)
+            self._add_workers()
+            self._give([(array, tag) for array in self._arrays.values() for tag in array.trials])
+            self._balance()
+            self._train(calls)
 
     def finish(self, calls: Mapping[str, tuple[int, bool]]) -> dict[str, EpochResult]:
         """Train the trials in this process, wait for the workers, and return the results of all arrays."""
         trained: dict[tuple[str, str], TrainedEpoch] = {}
-        local_trials = [(self._arrays[name], tag) for name in calls for tag in self._arrays[name].members]
-        local_trials = [(array, tag) for array, tag in local_trials if tag not in array.away]
-        while local_trials:
-            if self._pays(local_trials):
-                self._start()
-                self._balance(local_trials)
-                self._send(local_trials, calls)
-                local_trials = [(array, tag) for array, tag in local_trials if tag not in array.away]
+        waiting = [(self._arrays[name], tag) for name in calls for tag in self._arrays[name].trials]
+        while waiting:
+            if self._pays(waiting):
+                self._add_workers()
+                self._give(waiting)
+                self._train(calls)
+                waiting = [(array, tag) for array, tag in waiting if tag in array.trials]
                 continue
-            array, tag = local_trials.pop(0)
-            with torch_threads(1 if self._together else torch.get_num_threads()):
-                trained[array.name, tag] = result = array.home.train(tag, *calls[array.name])
-            self._local_seconds[tag] = result.seconds
-        worker_results: dict[tuple[str, str], TrainedEpoch] = {}
-        for process in self._sent:
-            worker_results |= process.answer()
-        self._sent = []
-        trained |= worker_results
+            array, tag = waiting.pop(0)
+            with torch_threads(1 if self._count > 1 else torch.get_num_threads()):
+                trained[array.name, tag] = result = array.train(tag, *calls[array.name])
+            self._seconds[tag] = result.seconds
+        while self._computing:
+            trained |= _polled(self._computing.pop())
         self._seconds |= {tag: result.seconds for (_, tag), result in trained.items()}
-        results: dict[str, EpochResult] = {}
-        for name in calls:
-            array = self._arrays[name]
-            array.done.update(list(array.members))
-            results[name] = array.home.result({tag: trained[name, tag] for tag in array.members})
-        self._judge(worker_results)
-        return results
+        return {
+            name: self._arrays[name].result({tag: trained[name, tag] for tag in self._arrays[name].members})
+            for name in calls
+        }
 
-    def _judge(self, worker_results: Mapping[tuple[str, str], TrainedEpoch]) -> None:
-        """End workers that are measured to be slower than this process alone."""
-        pairs = [
-            (result.seconds, self._local_seconds[tag])
-            for (_, tag), result in worker_results.items()
-            if tag in self._local_seconds
-        ]
-        if not pairs:
-            return
-        slower = sum(away_seconds for away_seconds, _ in pairs) / sum(home_seconds for _, home_seconds in pairs)
-        worker_seconds: Counter[TrialProcess] = Counter()
-        for (name, tag), result in worker_results.items():
-            worker_seconds[self._arrays[name].away[tag]] += result.seconds  # type: ignore[assignment]
-        if sum(worker_seconds.values()) / max(worker_seconds.values()) < slower:
-            self._close()
-            self._workers_are_slower = True
-            _log.info(
-                "plain trials are trained one after another: in %d processes each took %.1f times as long",
-                len(worker_seconds),
-                slower,
-            )
+    def _train(self, calls: Mapping[str, tuple[int, bool]]) -> None:
+        """Let workers train the trials that they own."""
+        for worker in self._workers:
+            owned = [(array.name, tag) for array, tag in self._owned(worker) if array.name in calls]
+            if owned:
+                _call(worker, ("train", [(name, tag, *calls[name]) for name, tag in owned]))
+                self._computing.append(worker)
 
-    def _pays(self, trials: Sequence[tuple[SpreadTrials, str]]) -> bool:
-        """Return whether workers save more than they cost, by the remaining epochs of live trials."""
-        times = self._local_seconds or self._seconds
-        if self._workers_are_slower or not self._together or self._workers or not times:
+    def _owned(self, worker: ForkedWorker) -> list[tuple[ParallelTrials, str]]:
+        return [(array, tag) for array in self._arrays.values() for tag, owner in array.away.items() if owner is worker]
+
+    def _cost(self, tag: str) -> float:
+        """Return the seconds of an epoch of a trial: its last one, or the mean of those of others."""
+        return self._seconds.get(tag, sum(self._seconds.values()) / max(1, len(self._seconds)))
+
+    def _load(self, worker: ForkedWorker) -> float:
+        return sum(self._cost(tag) for _, tag in self._owned(worker))
+
+    def _pays(self, waiting: Sequence[tuple[ParallelTrials, str]]) -> bool:
+        """Return whether workers are to be started, as what remains takes longer in this process alone."""
+        movable = self._movable(waiting)
+        count = min(self._count, len(movable))
+        if self._workers or count < 2:
             return False
-        movable = self._movable(trials)
-        count = min(self._most, len(movable))
-        if count < 2:
-            return False
-        usual = sum(times.values()) / len(times)
-        remaining = sum(
-            times.get(tag, usual) * (array.members[tag].suggestion.epochs - array.done[tag]) for array, tag in movable
-        )
-        return remaining * (1 - 1 / count) > start_seconds()
+        remaining = sum(self._cost(tag) * array.members[tag].suggestion.epochs for array, tag in movable)
+        return remaining * (1 - 1 / count) > _STARTING
 
-    def _movable(self, trials: Sequence[tuple[SpreadTrials, str]]) -> list[tuple[SpreadTrials, str]]:
-        """Return the trials that can move to another process and share no tensor with a live trial."""
-        counts: Counter[int] = Counter()
-        owners: dict[str, set[int]] = {}
-        for array in self._arrays.values():
-            for tag, member in array.members.items():
-                owners[tag] = {id(tensor) for _, tensor in tensors(member.model)}
-                counts.update(owners[tag])
-        alone = {tag for tag, ids in owners.items() if all(counts[identity] == 1 for identity in ids)}
-        return [(array, tag) for array, tag in trials if tag in alone - self._stuck]
+    def _movable(self, trials: Sequence[tuple[ParallelTrials, str]]) -> list[tuple[ParallelTrials, str]]:
+        """Return the trials that can be pickled and share no tensor with another trial."""
+        members = {tag: member for array in self._arrays.values() for tag, member in array.members.items()}
+        held = {tag: {id(tensor) for _, tensor in tensors(member.model)} for tag, member in members.items()}
+        counts = Counter(identity for ids in held.values() for identity in ids)
+        alone = {tag for tag, ids in held.items() if all(counts[identity] == 1 for identity in ids)}
+        return [(array, tag) for array, tag in trials if tag in alone - self._unpicklable]
 
-    def _start(self) -> None:
-        """Fork the workers, and record the seconds that this takes."""
-        began = time.perf_counter()
-        self._refuse(why_no_fork(self.recipe.device) or _why_no_readers(self.recipe))
-        for _ in range(min(self._most, self._live)):
-            self._workers.append(TrialProcess(self.recipe, self._workers))
-        for process in self._workers:
-            process.ask(StatesRequest((), leaving=False))
-        if self._workers:
-            note_start(time.perf_counter() - began)
-            _log.info("plain trials are trained in %d processes", len(self._workers))
+    def _add_workers(self) -> None:
+        live = sum(len(array.members) for array in self._arrays.values())
+        for number in range(len(self._workers), min(self._count, live)):
+            serve = partial(_serve, self._recipe)
+            self._workers.append(ForkedWorker(f"process {number} of the sweep's trials", serve, self._workers))
 
-    def _balance(self, trials: Sequence[tuple[SpreadTrials, str]]) -> None:
-        """Assign trials, longest first, to the least loaded worker. Trials stay where the load is balanced."""
-        times = self._seconds or {"": 1.0}
-        usual = sum(times.values()) / len(times)
-        seconds = {tag: self._seconds.get(tag, usual) for _, tag in trials}
-        total: Counter[TrialProcess] = Counter()
-        fair = sum(seconds.values()) / max(1, len(self._workers))
-        new: dict[tuple[str, TrialProcess], list[bytes]] = {}
-        for array, tag in sorted(self._movable(trials), key=lambda trial: -seconds[trial[1]]):
-            process = array.away.get(tag)
-            if process is not None and total[process] + seconds[tag] <= fair + min(seconds.values()):
-                total[process] += seconds[tag]  # type: ignore[assignment]
+    def _give(self, trials: Sequence[tuple[ParallelTrials, str]]) -> None:
+        """Give trials to workers: the longest first, each to the worker with the least to do."""
+        for array, tag in sorted(self._movable(trials), key=lambda trial: -self._cost(trial[1])):
+            member = array.members[tag]
+            try:
+                cargo = _packed((member.number, member.suggestion, member.model, array.trials[tag].state()))
+            except Exception as error:
+                _log.info("%s stays in this process, as pickle fails: %s: %s", tag, type(error).__name__, error)
+                self._unpicklable.add(tag)
                 continue
-            target = min(self._workers, key=lambda worker: total[worker], default=None)
-            if target is None:
+            worker = min(self._workers, key=self._load)
+            _ask(worker, ("join", array.name, cargo))
+            del array.trials[tag]
+            array.away[tag] = worker
+
+    def _balance(self) -> None:
+        """Move trials from the worker with the most to do to the one with the least, where that shortens epochs."""
+        for _ in self._workers:
+            loads = {worker: self._load(worker) for worker in self._workers}
+            most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
+            ends = [
+                (max(loads[most] - self._cost(tag), loads[least] + self._cost(tag)), index)
+                for index, (_, tag) in enumerate(self._owned(most))
+            ]
+            if not ends or min(ends)[0] > (1 - _SHORTER) * loads[most]:
                 return
-            total[target] += seconds[tag]  # type: ignore[assignment]
-            if target is process:
-                continue
+            array, tag = self._owned(most)[min(ends)[1]]
             array.come_home([tag])
-            cargo = self._packed(array, tag)
-            if cargo is not None:
-                array.away[tag] = target
-                new.setdefault((array.name, target), []).append(cargo)
-        for (name, target), cargoes in new.items():
-            target.send(JoinRequest(name, packed(self._arrays[name].choices), tuple(cargoes)))
-        for _, target in new:
-            target.answer()
-
-    def _packed(self, array: SpreadTrials, tag: str) -> bytes | None:
-        """Remove a trial from this process, and return it pickled; or keep it, and return None if pickling fails."""
-        member = array.members[tag]
-        state = array.home.state(tag) if array.done[tag] or array.home.epochs else None
-        try:
-            packed(array.choices)
-            cargo = packed(TrialCargo(member.number, member.suggestion, member.model, state))
-        except Exception as error:
-            _log.info("%s stays in this process, as pickle fails: %s: %s", tag, type(error).__name__, error)
-            self._stuck.add(tag)
-            return None
-        array.home.take(tag)
-        return cargo
-
-    def _close(self) -> None:
-        """Move all trials back to this process, and end the workers."""
-        for array in self._arrays.values():
-            array.come_home(list(array.away))
-        self.close()
+            self._give([(array, tag)])
 
     def close(self) -> None:
         """End the workers."""
-        for process in self._workers:
-            process.close()
+        for worker in self._workers:
+            worker.close()
         self._workers = []
 
 
@@ -332,110 +223,33 @@ def _why_no_readers(recipe: SweepRecipe) -> str:
     return "a DataLoader has processes of its own" if reads else ""
 
 
-# A process that trains plain trials. It is forked, so that it has all functions, loaders and imports already.
+def _call(worker: ForkedWorker, request: tuple[Any, ...]) -> None:
+    try:
+        worker.call(request)
+    except WorkerEnded as error:
+        raise _lost(error) from error
 
 
-@dataclass(frozen=True, eq=False)
-class TrialCargo:
-    """A plain trial sent to another process. ``state``: see `PlainTrials.state`; None before its first epoch."""
-
-    number: int
-    suggestion: Suggestion
-    model: nn.Module
-    state: dict[str, Any] | None
-
-    def member(self) -> TrialModel:
-        """Return the trial with this model, which is not made again."""
-        member = TrialModel(self.number, self.suggestion, cast(ModelMaker, None))
-        member.__dict__["model"] = self.model
-        return member
+def _polled(worker: ForkedWorker) -> Any:
+    try:
+        return worker.poll()
+    except WorkerEnded as error:
+        raise _lost(error) from error
 
 
-@dataclass(frozen=True)
-class JoinRequest:
-    """Add trials to the array ``name``. ``cargo`` are pickled `TrialCargo`, ``choices`` pickled `ArrayChoices`."""
-
-    name: str
-    choices: bytes
-    cargo: tuple[bytes, ...]
+def _ask(worker: ForkedWorker, request: tuple[Any, ...]) -> Any:
+    _call(worker, request)
+    return _polled(worker)
 
 
-@dataclass(frozen=True)
-class EpochRequest:
-    """Train trials ``(array name, tag, evaluates)`` for an epoch."""
-
-    seed: int
-    trials: tuple[tuple[str, str, bool], ...]
-
-
-@dataclass(frozen=True)
-class StatesRequest:
-    """Return the states of trials ``(array name, tag)``. If ``leaving``, the worker removes them."""
-
-    trials: tuple[tuple[str, str], ...]
-    leaving: bool
-
-
-@dataclass(frozen=True)
-class DiscardRequest:
-    """Remove the trial ``tag`` of the array ``name``."""
-
-    name: str
-    tag: str
-
-
-Request: TypeAlias = JoinRequest | EpochRequest | StatesRequest | DiscardRequest
-
-
-class TrialProcess:
-    """One worker process that trains plain trials, see `ForkedProcess`."""
-
-    def __init__(self, recipe: SweepRecipe, siblings: Sequence[TrialProcess]) -> None:
-        self._process: ForkedProcess = ForkedProcess(
-            partial(_answers, recipe), [sibling._process for sibling in siblings]
-        )
-
-    def send(self, request: Request) -> None:
-        """Send a request without waiting. The worker answers every request, in order."""
-        try:
-            self._process.send(request)
-        except EndedProcess as error:
-            raise _lost(error) from error
-
-    def answer(self) -> Any:
-        """Wait for the answer to the oldest request, and return it, or raise the error that it raised."""
-        try:
-            answer = self._process.answer()
-        except EndedProcess as error:
-            raise _lost(error) from error
-        if isinstance(answer, Raised):
-            raise answer.error
-        return answer
-
-    def ask(self, request: Request) -> Any:
-        """Send a request, and wait for its answer."""
-        self.send(request)
-        return self.answer()
-
-    def close(self) -> None:
-        """End the process immediately. It holds nothing that outlives the sweep."""
-        self._process.close()
-
-
-def _lost(ended: EndedProcess) -> HFusionError:
+def _lost(error: WorkerEnded) -> HFusionError:
     return HFusionError(
-        f"a process that trained trials of the sweep ended with exit code {ended.exitcode}, as if the "
-        "system had killed it, which it does when memory runs out: call hf.sweep with fewer rows, or with "
-        "processes=0; with a directory the sweep goes on where it was"
+        f"{error} Call hf.sweep with fewer rows, or with processes=0. With a directory the sweep goes on where it was."
     )
 
 
-def packed(value: Any) -> bytes:
-    """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name.
-
-    Raises:
-        Exception: the error of pickle, or of cloudpickle if it is installed.
-    """
+def _packed(value: Any) -> bytes:
+    """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name."""
     try:
         return pickle.dumps(value)
     except Exception:
@@ -449,36 +263,25 @@ def packed(value: Any) -> bytes:
     return data
 
 
-def _answers(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
-    """Return the function that answers requests in a worker process."""
+def _serve(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
+    """Return the function that answers requests in a worker."""
     arrays: dict[str, PlainTrials] = {}
 
-    def answer(request: Request) -> Any:
-        try:
-            return _done(request, arrays, recipe, is_orphan)
-        except BaseException as error:
-            return Raised(error)
+    def answer(request: tuple[Any, ...]) -> Any:
+        method, *args = request
+        if method == "train":
+            return {(name, tag): arrays[name].train(tag, *call) for name, tag, *call in args[0]}
+        name = args[0]
+        if method == "join":
+            number, suggestion, model, state = pickle.loads(args[1])
+            member = TrialModel(number, suggestion, cast(Any, None))
+            # The model is that of the other process: it is not made again.
+            member.__dict__["model"] = model
+            if name not in arrays:
+                arrays[name] = PlainTrials(recipe, suggestion.choices, is_orphan)
+            arrays[name].join([member], {member.tag: state})
+            return None
+        trials = arrays[name].trials
+        return (trials.pop(args[1]) if method == "take" else trials[args[1]]).state()
 
     return answer
-
-
-def _done(request: Request, arrays: dict[str, PlainTrials], recipe: SweepRecipe, stop: Any) -> Any:
-    if isinstance(request, EpochRequest):
-        results: dict[tuple[str, str], TrainedEpoch] = {}
-        for name, tag, evaluates in request.trials:
-            results[name, tag] = arrays[name].train(tag, request.seed, evaluates)
-        return results
-    if isinstance(request, StatesRequest):
-        if request.leaving:
-            return {(name, tag): arrays[name].take(tag) for name, tag in request.trials}
-        return {(name, tag): arrays[name].state(tag) for name, tag in request.trials}
-    if isinstance(request, DiscardRequest):
-        arrays[request.name].discard(request.tag)
-        return None
-    if request.name not in arrays:
-        arrays[request.name] = PlainTrials(recipe, pickle.loads(request.choices), stop)
-    for data in request.cargo:
-        cargo: TrialCargo = pickle.loads(data)
-        member = cargo.member()
-        arrays[request.name].join([member], None if cargo.state is None else {member.tag: cargo.state})
-    return None

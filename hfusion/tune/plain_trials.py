@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import PackedSave
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
@@ -29,7 +28,7 @@ from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_batches import batches_on, seeded
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.objectives import MetricValues, check_plateaus
-from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
+from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.sweep_folder import KEEP
 from hfusion.tune.training_setup import SweepRecipe
 
@@ -141,15 +140,20 @@ class TrainedEpoch:
 
 
 class PlainTrials:
-    """Trials with the same choices, trained separately. The methods are the same as in `TrialRows`.
+    """Trials with the same choices, trained separately. The methods are named as in `TrialRows`.
 
-    ``stopping``: returns whether to end an epoch immediately. ``epochs``: epochs trained here, the number of a save.
+    Args:
+        stopping: returns whether to end an epoch immediately.
+
+    Attributes:
+        trials: the trials in this process, by tag.
+        epochs: epochs trained here, the number of a save.
     """
 
     def __init__(self, recipe: SweepRecipe, choices: ArrayChoices, stopping: Callable[[], bool]) -> None:
         self._recipe, self._choices, self._stopping = recipe, choices, stopping
         self._loader, self._loss = recipe.loaders.loader(choices.loader), recipe.loss_of(choices)
-        self._trials: dict[str, PlainTrial] = {}
+        self.trials: dict[str, PlainTrial] = {}
         self.epochs = 0
 
     def join(self, new: Sequence[TrialModel], states: Mapping[str, dict[str, Any]] | None = None) -> None:
@@ -160,22 +164,22 @@ class PlainTrials:
                 check_plateaus(self._recipe.objectives, [type(trial.scheduler).__name__])
             if states is not None and member.tag in states:
                 trial.load(states[member.tag])
-            self._trials[member.tag] = trial
+            self.trials[member.tag] = trial
 
     def epoch(self, seed: int, evaluates: bool = True) -> EpochResult:
         """Train each trial for an epoch under a seed, and evaluate it; as `TrialRows.epoch`."""
-        return self.result({tag: self.train(tag, seed, evaluates) for tag in self._trials})
+        return self.result({tag: self.train(tag, seed, evaluates) for tag in self.trials})
 
     def result(self, trained: Mapping[str, TrainedEpoch]) -> EpochResult:
         """Return the result of an epoch of all trials. ``trained``: by tag, also of trials in other processes."""
         self.epochs += 1
         steps = max((epoch.steps for epoch in trained.values()), default=1)
         values = {tag: epoch.values for tag, epoch in trained.items()}
-        return EpochResult(values, sum(epoch.seconds for epoch in trained.values()), 0.0, steps)
+        return EpochResult(values, sum(epoch.seconds for epoch in trained.values()), steps)
 
     def train(self, tag: str, seed: int, evaluates: bool = True) -> TrainedEpoch:
         """Train one trial for an epoch under a seed, and evaluate it."""
-        began, trial = time.perf_counter(), self._trials[tag]
+        began, trial = time.perf_counter(), self.trials[tag]
         losses = self._trained(trial, seed)
         trial.zero_grad()
         if not math.isfinite(float(losses.sum())) or not trial.is_finite:
@@ -187,19 +191,9 @@ class PlainTrials:
                 trial.schedule(values[0] if values else mean)
         return TrainedEpoch(values, time.perf_counter() - began, max(1, len(losses)))
 
-    def trial(self, tag: str) -> PlainTrial:
-        """A trial that is trained here."""
-        return self._trials[tag]
-
-    def state(self, tag: str) -> dict[str, Any]:
-        """Return the state of a trial, see `PlainTrial.state`."""
-        return self._trials[tag].state()
-
-    def take(self, tag: str) -> dict[str, Any]:
-        """Remove a trial that continues in another process, and return its state."""
-        state = self.state(tag)
-        del self._trials[tag]
-        return state
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of all trials by tag, see `PlainTrial.state`."""
+        return {tag: trial.state() for tag, trial in self.trials.items()}
 
     def _trained(self, trial: PlainTrial, seed: int) -> Tensor:
         """Train one trial for an epoch, and return the losses of its minibatches in float64."""
@@ -243,47 +237,28 @@ class PlainTrials:
         values = MetricValues(metric, count)
         return values.noted[int(member_metrics(outputs, values.metric, {0: tag})[0])]
 
-    def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
-        """Raise AssertionError: with population based training all trials are in arrays."""
-        raise AssertionError("unreachable: with pbt all trials are in arrays")
-
     def leave(self, tag: str) -> nn.Module:
         """Remove a trial that ends, and return its model on the CPU."""
-        model = self._trials.pop(tag).model
+        model = self.trials.pop(tag).model
         model.zero_grad()
         return model.cpu()
 
     def discard(self, tag: str) -> None:
         """Remove a trial that ends."""
-        del self._trials[tag]
+        del self.trials[tag]
 
-    def compact(self) -> None:
-        """Do nothing: there are no free rows."""
-
-    def collect(self) -> None:
-        """Do nothing: reference cycles hold no memory of removed trials."""
-
-    def _encoded(self, elsewhere: Mapping[str, dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
-        saved_tensors: dict[str, Tensor] = {}
-        state = {tag: trial.state() for tag, trial in self._trials.items()} | dict(elsewhere)
-        body = {"epochs": self.epochs, "trials": encode(state, saved_tensors, "trials")}
-        return body, {name: tensor.detach().cpu().clone() for name, tensor in saved_tensors.items()}
-
-    def save(self, folder: Path, elsewhere: Mapping[str, dict[str, Any]] | None = None) -> Path:
-        """Save all trials, with the states of trials ``elsewhere``, by tag. Return the path of the save."""
-        body, saved_tensors = self._encoded(elsewhere or {})
+    def save(self, folder: Path) -> Path:
+        """Save all trials, and return the path of the save."""
+        found: dict[str, Tensor] = {}
+        body = {"epochs": self.epochs, "trials": encode(self.states(), found, "trials")}
+        saved_tensors = {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
         return files.write(folder, body, saved_tensors, step=self.epochs, keep=KEEP)
 
-    def packed(self) -> PackedSave:
-        """Return the content of a save in memory."""
-        return PackedSave.of(*self._encoded({}), self.epochs)
-
-    def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[None, int]:
-        """Restore trials from a save or its packed content. Return None, as there are no widths, and their number."""
-        content = saved.saved() if isinstance(saved, PackedSave) else files.read(saved)
+    def restore(self, saved: Path, members: Sequence[TrialModel]) -> None:
+        """Restore trials from a save."""
+        content = files.read(saved)
         self.epochs = content.body["epochs"]
         self.join(members, decode(content.body["trials"], content.tensors))
-        return None, len(self._trials)
 
 
 @torch.no_grad()

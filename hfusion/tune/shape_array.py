@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfusion.capture.compare_models import check_pair
+from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.core.row_indices import Widths
-from hfusion.tune.array_costs import ArrayCosts, ArrayRecord
-from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.forward_equality import SameForward
-from hfusion.tune.plain_trial_footprint import PlainFootprint, fastest_width
+from hfusion.tune.footprint import Footprint, fastest_width
 from hfusion.tune.space import Suggestion, TrialModel
-
-if TYPE_CHECKING:
-    from hfusion.tune.footprint import Footprint
 
 
 @dataclass
@@ -51,27 +45,12 @@ class TrialSlot:
 
 
 @dataclass(frozen=True)
-class PlainForm:
-    """Estimates for the trials of a shape in plain torch.
-
-    Attributes:
-        look: returns the footprint of plain trials on a device.
-        minibatches: minibatches per epoch.
-        waves: the number of trials of the sweep, divided by the number that can train at once.
-    """
-
-    look: Callable[[DeviceInfo], PlainFootprint]
-    minibatches: int
-    waves: float
-
-
-@dataclass(frozen=True)
 class ArrayChoice:
     """The decision whether trials of one shape become an array.
 
     Attributes:
         epochs: the remaining epochs of each trial.
-        minibatches: minibatches per epoch, times `PlainForm.waves`.
+        minibatches: minibatches per epoch, times the number of trials of the sweep over those that train at once.
         plain: measured seconds of a minibatch of one plain trial; None if nothing was measured yet.
         array: seconds of a minibatch of an array of all trials, estimated from ``plain``.
         startup: seconds that it takes to create the array.
@@ -96,30 +75,28 @@ def seconds_saved(choice: ArrayChoice) -> float:
 
 
 class Shape:
-    """A group of trials that can share an array: equal shapes, forwards and array choices.
+    """A group of trials that can share an array: models of one structure, with equal array choices.
 
     Args:
         first: the first trial of the shape, with which others are compared.
-        look: returns the footprint of an array of the shape on a device.
-        forward: compares the forward of a model with that of the first trial.
+        look: returns the footprint of the shape on a device.
         minibatches: minibatches per epoch if shapes may differ in them, else 1.
-        plain: estimates for plain trials; None if the trials must be an array.
+        looped_minibatches: see `ArrayChoice.minibatches`; None if the trials must be an array.
     """
 
     def __init__(
         self,
         first: TrialModel,
         look: Callable[[DeviceInfo], Footprint],
-        forward: SameForward,
         minibatches: int = 1,
-        plain: PlainForm | None = None,
+        looped_minibatches: float | None = None,
     ) -> None:
-        self.first, self._look, self._forward, self.minibatches = first, look, forward, minibatches
-        self._plain, self.is_array = plain, plain is None
-        # Measured seconds of a minibatch of one plain trial, and of the creation of an array.
+        self.first, self._look, self.minibatches = first, look, minibatches
+        self._looped_minibatches, self.is_array = looped_minibatches, looped_minibatches is None
+        # Measured seconds of a minibatch of one plain trial.
         self.plain_seconds: float | None = None
-        self.startup = 0.0
-        self._footprints: dict[Any, Footprint | PlainFootprint] = {}
+        self._shared = 0
+        self._footprints: dict[Any, Footprint] = {}
         self._fastest: dict[Any, int] = {}
 
     def takes(self, candidate: TrialModel) -> bool:
@@ -130,78 +107,40 @@ class Shape:
             check_pair(self.first.model, 0, candidate.model)
         except FusionError:
             return False
-        return self._forward.same_as(candidate.model)
+        if candidate is not self.first:
+            held = {id(tensor) for _, tensor in tensors(self.first.model)}
+            self._shared = sum({id(t): t.nbytes for _, t in tensors(candidate.model) if id(t) in held}.values())
+            for footprint in self._footprints.values():
+                footprint.shared = self._shared
+        return True
 
     def choose_form(self, choice: ArrayChoice | None, fits: Callable[[], bool]) -> bool:
         """Return whether trials are trained plain. Once an array is chosen, later trials of the shape use arrays."""
         if self.is_array or choice is None:
             return False
-        if not seconds_saved(choice) > 0:
-            return True
-        self.is_array, began = True, time.perf_counter()
-        if not fits():
-            self.is_array = False
-        self.startup = time.perf_counter() - began
+        self.is_array = seconds_saved(choice) > 0
+        self.is_array = self.is_array and fits()
         return not self.is_array
 
-    def choice(
-        self, epochs: Sequence[int], device: DeviceInfo, costs: ArrayCosts, side_by_side: int
-    ) -> ArrayChoice | None:
+    def choice(self, epochs: Sequence[int], device: DeviceInfo, side_by_side: int) -> ArrayChoice | None:
         """Return the estimates for trials with these remaining ``epochs``; None if they must be an array."""
-        if self._plain is None:
+        if self._looped_minibatches is None:
             return None
-        footprint = self.plain_footprint(device)
-        ratio = costs.plain(footprint.operators)
-        plain = self.plain_seconds or (None if ratio is None else ratio * footprint.seconds(1))
-        array = (
-            math.inf
-            if plain is None
-            else footprint.array_seconds(len(epochs), plain) * costs.factor(footprint.operators)
-        )
-        return ArrayChoice(
-            tuple(epochs),
-            self._plain.minibatches * self._plain.waves,
-            plain,
-            array,
-            costs.startup(footprint.operators),
-            side_by_side,
-        )
+        footprint, plain = self.footprint(device), self.plain_seconds
+        array = math.inf if plain is None else footprint.array_seconds(len(epochs), plain)
+        return ArrayChoice(tuple(epochs), self._looped_minibatches, plain, array, footprint.startup, side_by_side)
 
-    def note(self, array: ShapeArray, result: EpochResult, device: DeviceInfo, costs: ArrayCosts) -> None:
-        """Update the estimates of plain trials and arrays from a measured epoch."""
-        seconds = result.seconds / result.steps
-        if self._plain is None:
-            return
-        if array.plain:
-            self.plain_seconds = seconds / max(1, len(result.values))
-        elif self.plain_seconds is not None and not array.measured:
-            footprint = self.plain_footprint(device)
-            factor = seconds / footprint.array_seconds(max(1, array.width), self.plain_seconds)
-            startup = max(1e-6, self.startup + result.startup)
-            costs.note(ArrayRecord(footprint.operators, startup, self.plain_seconds / footprint.seconds(1), factor))
-        array.measured = True
-
-    def plain_footprint(self, device: DeviceInfo) -> PlainFootprint:
-        """Return the cached footprint of plain trials on a device of this kind."""
-        assert self._plain is not None
-        kind = _kind(device), False
+    def footprint(self, device: DeviceInfo) -> Footprint:
+        """Return the cached footprint on a device of this kind."""
+        kind = _kind(device)
         if kind not in self._footprints:
-            self._footprints[kind] = self._plain.look(device)
-        footprint = self._footprints[kind]
-        assert isinstance(footprint, PlainFootprint)
-        return footprint
-
-    def footprint(self, device: DeviceInfo) -> Footprint | PlainFootprint:
-        """Return the cached footprint on a device of this kind: of arrays, by a capture, once the shape uses arrays."""
-        kind = _kind(device), self.is_array
-        if kind not in self._footprints:
-            look = self._look if self._plain is None or self.is_array else self._plain.look
-            self._footprints[kind] = look(device)
+            self._footprints[kind] = self._look(device)
+            self._footprints[kind].shared = self._shared
         return self._footprints[kind]
 
     def fastest(self, device: DeviceInfo, most: int) -> int:
         """Return the cached `fastest_width` of at most ``most`` rows on a device of this kind."""
-        kind = _kind(device), self.is_array
+        kind = _kind(device)
         if kind not in self._fastest:
             self._fastest[kind] = fastest_width(self.footprint(device).seconds, most)
         return self._fastest[kind]
@@ -219,8 +158,9 @@ class ShapeArray:
         self.slots: dict[str, TrialSlot] = {}
         self.joining: list[TrialModel] = []
         self.widths: Widths | None = None
+        # The number of rows, free ones too.
         self.width = 0
-        self.plain = self.measured = False
+        self.plain = False
         # True from the start of an epoch until its result is reported.
         self.training = False
         # Path of its last save, relative to the sweep's folder; empty if it has changed since.
@@ -233,7 +173,7 @@ class ShapeArray:
 
     def promote(self, name: str) -> None:
         """Turn plain trials into an array with a new name."""
-        self.name, self.plain, self.measured, self.save = name, False, False, ""
+        self.name, self.plain, self.save = name, False, ""
         self.widths, self.width = Widths(len(self.slots)), len(self.slots)
 
     @property
@@ -249,14 +189,11 @@ class ShapeArray:
     def least(self, more: int = 0) -> int:
         """Return the number of rows with ``more`` members, after free rows are released."""
         members = self.trial_count + more
-        return members if self.widths is None else self.widths.of(members) if members else 0
+        return members if self.widths is None or not members else self.widths.of(members)
 
     def rows(self, more: int = 0) -> int:
         """Return the number of rows with ``more`` members."""
-        members = self.trial_count + more
-        if self.widths is None:
-            return members
-        return self.width if members <= self.width else self.widths.of(members)
+        return self.least(more) if self.plain else max(self.width, self.least(more))
 
     def assign_slots(self, round_: int) -> Sequence[TrialModel]:
         """Give rows to waiting trials, and return them. Their first round is the array's next one, else ``round_``."""
@@ -267,12 +204,3 @@ class ShapeArray:
             self.widths = self.widths or Widths(len(new))
         self.slots |= {member.tag: TrialSlot(member.number, member.suggestion, began) for member in new}
         return new
-
-    def compacts(self) -> bool:
-        """Release free rows; return whether there were any."""
-        if self.widths is None:
-            self.width = len(self.slots)
-            return False
-        least = self.widths.of(len(self.slots))
-        any_free, self.width = least < self.width, min(least, self.width)
-        return any_free

@@ -5,23 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.tune.chosen_optimizer import optimizer_with, sample_optimizer
 from hfusion.tune.epoch_batches import first_inputs, minibatches
-from hfusion.tune.forward_equality import SameForward
+from hfusion.tune.footprint import Footprint
 from hfusion.tune.loaders import same_values
-from hfusion.tune.plain_trial_footprint import PlainFootprint
 from hfusion.tune.plain_trials import torch_optimizer
-from hfusion.tune.shape_array import PlainForm, Shape, ShapeArray
-from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
+from hfusion.tune.shape_array import Shape, ShapeArray
+from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.training_setup import SweepRecipe
-
-if TYPE_CHECKING:
-    from hfusion.tune.footprint import Footprint
 
 
 class Shapes:
@@ -33,10 +29,8 @@ class Shapes:
         may_be_plain: trials may be trained without an array.
     """
 
-    def __init__(
-        self, models: ModelMaker, recipe: SweepRecipe, waves: float, *, saved: bool, may_be_plain: bool
-    ) -> None:
-        self._models, self._recipe, self._waves, self._saved = models, recipe, waves, saved
+    def __init__(self, recipe: SweepRecipe, waves: float, *, saved: bool, may_be_plain: bool) -> None:
+        self._recipe, self._waves, self._saved = recipe, waves, saved
         self._may_be_plain = may_be_plain and not recipe.compile
         self._inputs: list[tuple[Mapping[str, Any], Any]] = []
 
@@ -45,22 +39,16 @@ class Shapes:
         for shape in {id(array.shape): array.shape for array in arrays}.values():
             if shape.takes(candidate):
                 return shape
-        inputs = partial(self._first_inputs, candidate.suggestion.choices)
-        forward = SameForward(candidate.model, inputs, evaluates=self._recipe.evaluates)
-        minibatches = self.minibatches(candidate)
-        look, plain = partial(self._footprint, candidate), self._plain_form(candidate, minibatches)
-        differ = self._recipe.loaders.function is not None
-        return Shape(candidate, look, forward, minibatches if differ and minibatches else 1, plain)
+        minibatches, differ = self.minibatches(candidate), self._recipe.loaders.function is not None
+        looped_minibatches = self._waves * minibatches if minibatches and self._may_loop(candidate) else None
+        look = partial(self._footprint, candidate)
+        return Shape(candidate, look, minibatches if differ and minibatches else 1, looped_minibatches)
 
-    def _plain_form(self, first: TrialModel, minibatches: int | None) -> PlainForm | None:
-        """Return estimates for plain trials of a shape; None if they must be an array."""
+    def _may_loop(self, first: TrialModel) -> bool:
+        """Return whether trials like ``first`` may be trained in plain torch."""
         choices = first.suggestion.choices
         make = optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers])
-        if minibatches is None or not self._may_be_plain:
-            return None
-        if torch_optimizer(make, first.model) is None:
-            return None
-        return PlainForm(partial(self._plain_footprint, first), minibatches, self._waves)
+        return self._may_be_plain and torch_optimizer(make, first.model) is not None
 
     def _first_inputs(self, choices: ArrayChoices) -> Any:
         for cached_values, inputs in self._inputs:
@@ -78,27 +66,11 @@ class Shapes:
             return None
         return minibatches(loader)
 
-    def _plain_footprint(self, first: TrialModel, device: DeviceInfo) -> PlainFootprint:
-        choices, judges = first.suggestion.choices, self._recipe.evaluates
-        return PlainFootprint(
-            first.model,
-            sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks,
-            self._first_inputs(choices),
-            device,
-            evaluated=minibatches(self._recipe.judged(choices)[1]) if judges else 0,
-            saved=self._saved,
-        )
-
     def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
-        # Imported late: it imports the compiler, which is needed only when a shape becomes an array.
-        from hfusion.tune.footprint import Footprint
-
-        # Two models of the same trial, to detect tensors that models share.
-        models = [self._models.model(first.number, first.suggestion) for _ in range(2)]
         choices, judges = first.suggestion.choices, self._recipe.evaluates
         return Footprint(
-            models,
-            optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers]),
+            first.model,
+            sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks,
             self._first_inputs(choices),
             device,
             evaluated=minibatches(self._recipe.judged(choices)[1]) if judges else 0,

@@ -6,6 +6,7 @@ import math
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +22,9 @@ from hfusion.core.event_log import EventLog
 from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
+from hfusion.device.native import cores
 from hfusion.optim import AdamW
+from hfusion.schedule.plan import Processes
 from hfusion.step.compile_mode import Compile, check_compile
 from hfusion.tune.asynchronous_runner import AsynchronousSweepRunner
 from hfusion.tune.chosen_optimizer import MakeOptimizer
@@ -41,7 +44,6 @@ from hfusion.tune.trials import Callback, Trials
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
-    from hfusion.schedule.plan import Processes
     from hfusion.tune.cluster_workers import ClusterWorkers
 
 _RUNNERS = {kind.rounds: kind for kind in (SweepRunner, AsynchronousSweepRunner)}
@@ -111,10 +113,10 @@ def sweep(
             each. Trials are then evaluated after their last epoch only, and none is pruned, as in Optuna.
         storage: as in optuna.create_study. By default a journal in ``directory``, or memory. With a directory it must
             be persistent.
-        machine: where trials are trained; by default on the largest device of this machine, within its memory. With
-            several devices, each gets a process if that is estimated to be faster, see ``result.processes``. With a
-            Cluster, all its devices are used. Values and decisions are the same as on one machine with the same
-            ``rows``. With several processes, functions are sent to them.
+        machine: where trials are trained; by default on this machine, within its memory. With several devices, each
+            gets a process if there are two trials for each, see ``result.processes``. With a Cluster, all its devices
+            are used. Values and decisions are the same as on one machine with the same ``rows``. With several
+            processes, functions are sent to them.
         directory: a folder in which the sweep is saved after every round, and from which the same call resumes.
         rows: the number of trials at a time, if they fit into memory. By default as many as lower the time per trial,
             but no more than the search learns from: all with samplers that draw without regard to earlier values
@@ -136,9 +138,10 @@ def sweep(
             an array have taken as long as that would; ``True`` compiles immediately, for long sweeps of few shapes.
         progress: show a bar of finished trials, as study.optimize(show_progress_bar=True) does. The logger ``hfusion``
             gets a line per round at level INFO.
-        processes: the maximum number of processes for trials whose shape occurs too rarely for an array; by default one
-            per core. They are forked if that is measured to save time. ``loss`` and ``metric`` then run in them,
-            without side effects here; with ``processes=0`` all functions run in this process.
+        processes: the number of processes for trials whose shape occurs too rarely for an array; by default one per
+            core, but at most one for every two trials. They are forked in sweeps of more than a moment. ``loss`` and
+            ``metric`` then run in them, without side effects here. With ``processes=0`` all functions run in this
+            process, also on a machine with several devices.
         rounds: with ``"together"`` arrays wait for each other after every epoch, and trials are reported in the order
             of their numbers, so that decisions do not depend on time. With ``"asynchronous"`` each array reports when
             it is ready: no device waits, and the pruner decides on what has been reported by then. The order is
@@ -209,8 +212,8 @@ def sweep(
         stack.enter_context(listening(opened_study))
         sweep_trials = _trials(opened_study, body, callbacks, alone=is_private)
         heartbeat = Heartbeat(opened_study, sweep_trials.run, root)
-        local_objects, saved_count = [space, opened_study, *callbacks], body.get("processes")
-        workers, recipe, chosen = _workers(machine, recipe, maker, extent, local_objects, saved_count, processes, stack)
+        saved_count = body.get("processes")
+        workers, recipe, chosen = _workers(machine, recipe, maker, extent, saved_count, processes, stack)
         extent = replace(extent, processes=1 if chosen is None else chosen.count)
         bar = SweepProgress(opened_study, trials, shown=progress)
         stack.callback(bar.close)
@@ -314,35 +317,58 @@ def _workers(
     recipe: SweepRecipe,
     maker: Maker,
     extent: Extent,
-    local_objects: Sequence[object],
     saved_count: int | None,
-    plain_processes: int | None,
+    processes: int | None,
     stack: ExitStack,
 ) -> tuple[LocalWorkers | ClusterWorkers, SweepRecipe, Processes | None]:
     """Return the workers, closed by ``stack``, their recipe, and the `Processes` of a machine with several devices.
 
-    If this process trains, ``maker`` makes models on its device from now on, and up to ``plain_processes`` more
-    processes train plain trials.
+    If this process trains, ``maker`` makes models on its device from now on.
+
+    Args:
+        saved_count: the number of processes of the sweep that is resumed, if there is one.
+        processes: see `hfusion.sweep`.
     """
-    # Imported late: a sweep in one process does not need clusters.
+    chosen = None
     if not isinstance(machine, Machine):
+        # Imported late: a sweep in one process does not need clusters.
         from hfusion.tune.cluster_workers import ClusterWorkers
 
         executor = machine._open()
         stack.callback(executor.close)
         return ClusterWorkers(executor, recipe, maker.models, machine._max_failures), recipe, None
-    processes = None
     if len(machine.devices) > 1:
-        from hfusion.tune.sweep_process_choice import several_devices
+        chosen = _processes_of_devices(len(machine.devices), extent, saved_count, processes)
+        if chosen.count > 1:
+            from hfusion.cluster.process_executor import ProcessExecutor
+            from hfusion.tune.cluster_workers import ClusterWorkers
 
-        workers, processes = several_devices(machine, maker, recipe, extent, local_objects, saved_count, stack)
-        if workers is not None:
-            return workers, recipe, processes
+            try:
+                several = ProcessExecutor(machine, with_main=False)
+                stack.callback(several.close)
+                return ClusterWorkers(several, recipe, maker.models), recipe, chosen
+            except Exception as error:
+                trouble = f"processes could not begin: {type(error).__name__}: {error}"
+                warnings.warn(f"hf.sweep goes on in one process, as {trouble}", stacklevel=3)
+                chosen = Processes(1, trouble)
     device = largest(machine).physical
     recipe, maker.models = replace(recipe, device=device), replace(maker.models, device=device)
-    local = LocalWorkers(machine, recipe, plain_processes)
+    local = LocalWorkers(machine, recipe, min(cores(), extent.trials // 2) if processes is None else processes)
     stack.callback(local.close)
-    return local, recipe, processes
+    return local, recipe, chosen
+
+
+def _processes_of_devices(count: int, extent: Extent, saved_count: int | None, processes: int | None) -> Processes:
+    """Return how many processes train a sweep on a machine with ``count`` devices, and why: one, or one for each."""
+    if extent.pbt is not None:
+        return Processes(1, "pbt compares the trials of a shape, which are on one device")
+    if saved_count in (1, count):
+        return Processes(saved_count, "as the sweep that goes on began")
+    if processes is not None and processes < 2:
+        return Processes(1, f"processes={processes}")
+    if extent.trials < 2 * count:
+        return Processes(1, f"{extent.trials} trials are fewer than two for each of {count} devices")
+    return Processes(count, f"{extent.trials} trials are at least two for each device")
 
 
 def _check_same(body: Any, extent: Extent, rounds: str) -> None:

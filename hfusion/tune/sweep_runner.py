@@ -91,7 +91,7 @@ class SweepRunner:
         self._round = self._reported = 0
         self.best = BestTrials(trials.study, trials.asked_numbers)
         waves = max(1.0, extent.trials / extent.concurrent())
-        self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
+        self._shapes = Shapes(recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
 
     def run(self) -> None:
         """Train until every trial has finished."""
@@ -103,7 +103,6 @@ class SweepRunner:
                 self.save()
             resumed = False
             began = time.monotonic()
-            self._move()
             self._train()
             self._end_round(sum(bool(array.slots) for array in self.placement.arrays), time.monotonic() - began)
         self.save()
@@ -151,24 +150,9 @@ class SweepRunner:
         for array in arrays:
             self._exploit(array, values[array.name])
         for array in arrays:
-            if array.device in freed_devices and self.placement.crowded(array.device):
+            if not array.plain and array.device in freed_devices and self.placement.crowded(array.device):
                 freed_devices.remove(array.device)
                 self._workers.send(array.name, "collect")
-
-    def _move(self) -> None:
-        """Move arrays to devices where rounds end sooner. Results do not change."""
-        arrays = {array.name: array for array in self.placement.arrays}
-        targets = self.placement.moves(
-            lambda array: max(slot.suggestion.epochs - slot.epochs for slot in array.slots.values())
-        )
-        if not targets:
-            return
-        began = time.monotonic()
-        members = {name: self._members(arrays[name]) for name in targets}
-        for name, device in self._workers.move(targets, members).items():
-            arrays[name].device = device
-            self._events.moved(arrays[name])
-        self.placement.seconds.note_move(time.monotonic() - began)
 
     def lost(self, name: str, reason: str) -> None:
         """Note that the process of an array was lost."""
@@ -183,9 +167,9 @@ class SweepRunner:
     def _promote(self) -> None:
         """Continue plain trials as arrays if that is faster by now. The choice is saved before the array trains."""
         for old, array in self.placement.promoted():
-            state = self._workers.ask({old: ("packed", ())})[old]
+            states = self._workers.ask({old: ("states", ())})[old]
             self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
-            self._workers.send(array.name, "adopt", state, self._members(array))
+            self._workers.send(array.name, "adopt", states, self._members(array))
             self._workers.drop(old, collect=False)
             self._events.placed(array, array.slots.values(), "moved")
             _log.info("%d trials of one shape go on as an array", len(array.slots))
@@ -393,7 +377,7 @@ class SweepRunner:
         path, members = self._folder.root / save, [self._member(slot) for slot in slots]
         array = self.placement.restored(name, self._shapes.shape(members[0], self.placement.arrays), slots, plain=plain)
         results = self._workers.ask({name: ("restore", (path.absolute(), members))})
-        (array.widths, array.width), array.save = results[name], save
+        (array.widths, array.width), array.save = results[name] or (None, 0), save
         self._events.placed(array, slots, "resumed")
 
     def _restore_best(self, number: int, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -458,7 +442,7 @@ class SweepLog:
 
     def round(self, array: ShapeArray, number: int, result: EpochResult) -> None:
         """Log that an array has trained an epoch."""
-        self._array(array, "trained", round=number, seconds=f"{result.seconds + result.startup:.3f}")
+        self._array(array, "trained", round=number, seconds=f"{result.seconds:.3f}")
 
     def trained(self, array: ShapeArray, slot: TrialSlot, values: Sequence[float], decision: Decision) -> None:
         """Log that a trial has trained an epoch, or ended after it."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.machine import Machine
-from hfusion.tune.parallel_trials import SpreadTrials, TrialSpread
+from hfusion.tune.parallel_trials import ParallelTrials, TrialPool
 from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.training_setup import SweepRecipe
 
@@ -61,17 +61,14 @@ class SweepWorkers(Protocol):
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
         """Save each array into its folder, and return the paths of the saves. ``members``: of each array."""
 
-    def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
-        """Move arrays with these members to other devices, and return the devices that they are on afterwards."""
-
     def drop(self, name: str, *, collect: bool) -> None:
         """Remove an array without trials. ``collect``: collect garbage, to free its memory now."""
 
 
 class LocalWorkers:
-    """Trains arrays in this process on the machine's largest device; plain trials in up to ``processes`` more."""
+    """Trains arrays in this process on the machine's largest device; plain trials in ``processes``, see `TrialPool`."""
 
-    def __init__(self, machine: Machine, recipe: SweepRecipe, processes: int | None = 0) -> None:
+    def __init__(self, machine: Machine, recipe: SweepRecipe, processes: int = 0) -> None:
         device = largest(machine)
         rates = machine.calibrate()[device.name]
         self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
@@ -80,16 +77,16 @@ class LocalWorkers:
         self._started: dict[str, RowsCall] = {}
         self._results: dict[str, Any] = {}
         self._recipe = recipe
-        self._rows: dict[str, TrialRows | SpreadTrials] = {}
-        self._spread = TrialSpread(recipe, processes)
+        self._rows: dict[str, TrialRows | ParallelTrials] = {}
+        self._pool = TrialPool(recipe, processes)
 
     @property
     def side_by_side(self) -> int:
-        return self._spread.side_by_side
+        return self._pool.side_by_side
 
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
         if plain:
-            self._rows[name] = self._spread.open(name, choices)
+            self._rows[name] = self._pool.open(name, choices)
         else:
             # Imported late: it imports the compiler, which a sweep of plain trials does not need.
             from hfusion.tune.trial_rows import TrialRows
@@ -103,12 +100,12 @@ class LocalWorkers:
         plain = {
             name: args
             for name, (method, args) in calls.items()
-            if method == "epoch" and isinstance(self._rows[name], SpreadTrials)
+            if method == "epoch" and isinstance(self._rows[name], ParallelTrials)
         }
-        self._spread.start_epoch(plain)
+        self._pool.start(plain)
         others = {name: call for name, call in calls.items() if name not in plain}
         results = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
-        return results | self._spread.finish(plain)
+        return results | self._pool.finish(plain)
 
     def start(self, calls: Mapping[str, RowsCall]) -> None:
         self._started |= calls
@@ -125,18 +122,15 @@ class LocalWorkers:
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
         return {name: self._rows[name].save(folder) for name, folder in folders.items()}
 
-    def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
-        raise AssertionError("unreachable: there is one device")
-
     def drop(self, name: str, *, collect: bool) -> None:
         del self._rows[name]
-        self._spread.drop(name)
+        self._pool.drop(name)
         if collect:
             gc.collect()
 
     def close(self) -> None:
         """End the processes of plain trials."""
-        self._spread.close()
+        self._pool.close()
 
 
 def largest(machine: Machine) -> Any:

@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.checkpoint.files import PackedSave
 from hfusion.core.row_indices import Widths
 from hfusion.optim.convert import fuse
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.group_step import flush, limit_norms
 from hfusion.population.population import Population
-from hfusion.population.saving import packed
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_batches import batches_on, seeded
-from hfusion.tune.epoch_result import EpochResult, Stopwatch
+from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.objectives import MetricValues, check_plateaus
-from hfusion.tune.plain_trials import PlainTrials
+from hfusion.tune.plain_trials import PlainTrial
 from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
 from hfusion.tune.sweep_folder import KEEP
 from hfusion.tune.training_setup import SweepRecipe
@@ -88,11 +86,11 @@ class TrialRows:
             pop.scheduler.restart(rows, schedules)
             self._check_schedules()
 
-    def adopt(self, saved: PackedSave, members: Sequence[TrialModel]) -> None:
-        """Continue packed plain trials as rows of a new array, with their weights, optimizer and scheduler states."""
-        plain = PlainTrials(self._recipe, self._choices, self._stopping)
-        plain.restore(saved, members)
-        trials = [plain.trial(member.tag) for member in members]
+    def adopt(self, states: Mapping[str, dict[str, Any]], members: Sequence[TrialModel]) -> None:
+        """Continue plain trials as rows of a new array. ``states``: by tag, those of `PlainTrials`."""
+        trials = [PlainTrial(member, self._recipe, self._choices) for member in members]
+        for member, trial in zip(members, trials, strict=True):
+            trial.load(states[member.tag])
         self.join(members)
         pop = self.population.array
         pop.optimizer.load_state_dict(fuse([trial.optimizer for trial in trials], pop.fused).state_dict())
@@ -133,10 +131,9 @@ class TrialRows:
         evaluates: False if no values are needed after this epoch.
         """
         pop, recipe = self.population, self._recipe
-        began, steps, judgements = time.perf_counter(), Stopwatch(), Stopwatch()
-        losses = []
+        began, losses = time.perf_counter(), []
         with seeded(self._loader, seed):
-            for inputs, target in steps.timed(batches_on("loader", self._loader, recipe.device)):
+            for inputs, target in batches_on("loader", self._loader, recipe.device):
                 if self._stopping():
                     raise KeyboardInterrupt
                 updates = pop.steps
@@ -156,15 +153,14 @@ class TrialRows:
         elif recipe.evaluates:
             role, loader = recipe.judged(self._choices)
             with seeded(loader, seed):
-                values = self._evaluated(judgements.timed(batches_on(role, loader, recipe.device)))
+                values = self._evaluated(batches_on(role, loader, recipe.device))
         if not recipe.every_step:
             self._schedule(
                 None if recipe.objectives > 1 else torch.tensor(values, dtype=torch.float64, device="cpu").squeeze(1)
             )
         failed = (math.nan,) * recipe.objectives
         named = {tag: failed if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
-        startup = steps.startup + judgements.startup
-        return EpochResult(named, time.perf_counter() - began - startup, startup, len(losses))
+        return EpochResult(named, time.perf_counter() - began, len(losses))
 
     def _evaluated(self, batches: Iterable[Any]) -> list[tuple[float, ...]]:
         """Return the values of each row; NaN for free rows."""
@@ -204,18 +200,13 @@ class TrialRows:
         path: Path = self.population.save(folder, keep=KEEP).result()
         return path
 
-    def packed(self) -> PackedSave:
-        """Return the content of a save in memory."""
-        return packed(self.population)
-
-    def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[Widths, int]:
-        """Restore the array of ``members`` from a save or its packed content. Return its widths and number of rows."""
+    def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[Widths, int]:
+        """Restore the array of ``members`` from a save. Return its widths and number of rows."""
         by_tag = {member.tag: member for member in members}
         schedules = self._schedules(members)
-        source = saved.saved() if isinstance(saved, PackedSave) else saved
         # The first member's values are placeholders that go with the options. Loading overwrites them.
         self._population = Population.load(
-            source,
+            saved,
             lambda tag: by_tag[tag].model,
             random=False,
             optimizer=self._optimizer([members[0].suggestion.hypers]),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as ls
 
 import hfusion as hf
-from hfusion.population import spread_members
+from hfusion.population import member_workers
 from tests.acts.zoo import Entry, loss, own_copy
 from tests.alone import Own
 from tests.trained import machine, planned
@@ -384,17 +384,16 @@ class Alike(Client):
         | {"grow", "write"} | ROWS - {"permute"} | NUMBERS | COPIES
     )  # fmt: skip
     moves_clocks = True
-    processes: int | None = 0
+    processes = 1
 
     def __init__(self, setup: Setup, models: Sequence[nn.Module], owns: Sequence[Own]) -> None:
         self.setup, self.names = setup, len(models)
         tags = [f"m{row}" for row in range(len(models))]
         self.owns = dict(zip(tags, owns, strict=True))
         self.patches = ExitStack()
-        if self.processes:
-            # Processes start at once, and stay however slow they are.
-            self.patches.enter_context(mock.patch.object(spread_members, "start_seconds", return_value=0.0))
-            self.patches.enter_context(mock.patch.object(spread_members, "_STEPS", 1000))
+        if self.processes > 1:
+            # Members leave at every step.
+            self.patches.enter_context(mock.patch.object(member_workers, "_QUIET_STEPS", 0))
         self.pop = hf.Population([own_copy(model) for model in models], **self.given(tags, owns), tags=tags)
 
     def given(self, tags: Sequence[str | None], owns: Sequence[Own]) -> dict[str, Any]:
@@ -415,9 +414,9 @@ class Alike(Client):
     def calls(self, batches: Sequence[Batch]) -> list[Tensor]:
         found = []
         for batch in batches:
-            ages = self.pop.ages.clone()
+            ages = self.pop.ages.clone() if self.setup.scheduled else None
             found.append(self.pop.step(batch.inputs, batch.target, rows=batch.rows, weights=batch.weights))
-            if self.pop.scheduler is not None:
+            if ages is not None and self.pop.scheduler is not None:
                 updated: list[int] = (self.pop.ages > ages).nonzero().reshape(-1).tolist()
                 self.pop.scheduler.step(metrics=found[-1], rows=updated)
         return found

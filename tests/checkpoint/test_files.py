@@ -6,7 +6,6 @@ import enum
 import json
 import math
 import os
-import pickle
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
-from hfusion.population.saving import gathered, packed
-from tests.checkpoint.living import OPTIONS, Net
 
 
 # Folders of saves that others change: taken names, saves that go while they are read, writers side by side.
@@ -225,20 +222,3 @@ def test_values_that_only_code_creates_are_refused_by_name(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises(hf.CheckpointError, match=message):
         encode(value, {}, "extra")
-
-
-# A save in memory holds what one on disk does, in another process, too.
-def test_a_packed_population_is_the_saved_one(tmp_path: Path) -> None:
-    """Among its tensors is a state of numpy's in uint32, which pickle writes and does not read."""
-    pop = hf.Population([Net() for _ in range(3)], tags=["a", "b", "c"], **OPTIONS)
-    pop.save(tmp_path).result()
-    written, unpacked = files.read(tmp_path), pickle.loads(pickle.dumps(packed(pop))).saved()
-    assert unpacked.body == written.body
-    assert unpacked.tensors.keys() == written.tensors.keys()
-    assert torch.uint32 in {tensor.dtype for tensor in unpacked.tensors.values()}
-    for key, tensor in written.tensors.items():
-        torch.testing.assert_close(unpacked.tensors[key], tensor, rtol=0, atol=0, equal_nan=True)
-    again = hf.Population.load(unpacked, Net, random=False, **OPTIONS)
-    pop.stop(1)
-    again.stop(1)
-    assert gathered(again, None, None).body["population"] == gathered(pop, None, None).body["population"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 
 import hfusion as hf
 from hfusion.core.event_log import read_events
-from hfusion.tune.trial_placement import TrialPlacement
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
@@ -119,43 +117,6 @@ def test_who_is_killed_loses_no_trial(
             events = read_events(tmp_path / f"sweep/logs/trials/{trial.number}.log")
             values = [event.values["value"] for event in events if "value" in event.values]
             assert values == [f"{value:.6g}" for value in trial.intermediate_values.values()], "each once"
-
-
-@LONG
-@pytest.mark.parametrize(
-    ("saved", "killed", "options"),
-    [
-        (False, False, {}),
-        (True, False, {}),
-        (False, True, {}),
-        (True, True, {}),
-        (False, False, {"pbt": hf.PBT()}),
-    ],
-)
-def test_arrays_that_move_at_random_train_as_alone(
-    saved: bool,
-    killed: bool,
-    options: dict[str, Any],
-    whole: hf.SweepResult,
-    tmp_path: Path,
-    temporary: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = sweep(MACHINE, **options) if options else whole
-    before, draw, moves = shared_memory(), random.Random(0), list[str]()
-
-    def anywhere(placement: TrialPlacement, remaining: Any) -> dict[str, int]:
-        targets = {array.name: draw.randrange(2) for array in placement.arrays if draw.random() < 0.5}
-        moves.extend(targets)
-        return targets
-
-    monkeypatch.setattr(TrialPlacement, "moves", anywhere)
-    save_options = {"directory": tmp_path / "sweep"} if saved else {}
-    metric = Judge(5, tmp_path / "mark") if killed else accuracy
-    assert_same_sweep(sweep(processes(2, max_failures=1), metric=metric, **save_options, **options), expected)
-    assert len(moves) > 3
-    assert (tmp_path / "mark").exists() == killed
-    assert nothing_left(temporary, before)
 
 
 @LONG

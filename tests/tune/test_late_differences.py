@@ -1,4 +1,4 @@
-"""Trials whose forwards turn out to differ only in a later minibatch go on as groups of their own."""
+"""Trials of one structure whose forwards differ, at once or in a later minibatch, train as alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from tests.choices import CHOICES, Chosen
 from tests.tune.cases import MACHINE, loaders
 
 optuna = pytest.importorskip("optuna")
@@ -67,3 +68,43 @@ def test_a_difference_in_the_last_minibatch() -> None:
                 optimizer.step()
                 losses.append(loss.detach())
         torch.testing.assert_close(trial.value, float(torch.stack(losses).mean()), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", ["activation by name", "number of steps", "only in evaluation"])
+def test_a_sweep_over_what_forward_does(name: str) -> None:
+    forward, choices, count = CHOICES[name]
+
+    def space(trial: Any) -> dict[str, Any]:
+        choice = choices[trial.suggest_int("choice", 0, len(choices) - 1)]
+        return {"lr": trial.suggest_float("lr", 1e-3, 0.1, log=True), "choice": choice}
+
+    data = loaders()
+    result = hf.sweep(
+        lambda choice: Chosen(choice, forward),
+        space,
+        F.cross_entropy,
+        data.pop("loader"),
+        optimizer=hf.optim.SGD,
+        sampler=optuna.samplers.RandomSampler(seed=1),
+        pruner=optuna.pruners.NopPruner(),
+        trials=7,
+        epochs=2,
+        rows=5,
+        machine=MACHINE,
+        **data,
+    )
+    assert len({choices[trial.params["choice"]] for trial in result.trials}) == count
+    for trial in result.trials:
+        torch.manual_seed(trial.number)
+        model = Chosen(choices[trial.params["choice"]], forward)
+        opt = torch.optim.SGD(model.parameters(), lr=trial.params["lr"])
+        again = loaders()
+        for epoch in range(2):
+            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
+            for inputs, target in again["loader"]:
+                opt.zero_grad()
+                F.cross_entropy(model(inputs), target).backward()
+                opt.step()
+        model.eval()
+        inputs, target = (torch.cat(parts) for parts in zip(*again["eval_loader"], strict=True))
+        assert trial.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import HFusionError
-from hfusion.device.forked_process import why_no_fork
+from hfusion.device.forked_worker import why_no_fork
 from hfusion.device.openmp import torch_threads
-from hfusion.tune.parallel_trials import TrialSpread
+from hfusion.tune.parallel_trials import TrialPool
 from tests.tune.cases import MACHINE
 
 pytest.importorskip("optuna")
@@ -32,7 +33,7 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if why_no_fork(torch.device("cpu")):
         pytest.skip("no fork of this process could train")
     monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
-    monkeypatch.setattr("hfusion.tune.parallel_trials.start_seconds", lambda: 0.0)
+    monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", 0.0)
     yield
     assert not multiprocessing.active_children()
 
@@ -76,8 +77,7 @@ def where(result: hf.SweepResult) -> list[set[float]]:
     return [set(trial.intermediate_values.values()) for trial in result.trials]
 
 
-def test_trials_are_in_as_many_processes_as_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrialSpread, "_judge", lambda *args: None)
+def test_trials_are_in_as_many_processes_as_were_given() -> None:
     places = where(search(metric=process, pruner=unpruned()))
     # The first epoch of the first trial is measured here.
     assert HERE in places[0]
@@ -112,33 +112,50 @@ def test_trials_that_share_a_tensor_stay() -> None:
     assert set.union(*where(search(make, metric=process, pruner=unpruned()))) == {HERE}
 
 
-@pytest.fixture
-def slower_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = TrialSpread._judge
-
-    def slower(spread: TrialSpread, elsewhere: Any) -> None:
-        spread._local_seconds = dict.fromkeys(spread._local_seconds, 1e-9)
-        judge(spread, elsewhere)
-
-    monkeypatch.setattr(TrialSpread, "_judge", slower)
-
-
-@pytest.mark.usefixtures("slower_workers")
-def test_workers_that_are_slower_end() -> None:
-    # The first trial is elsewhere in its second epoch, and is compared with its first.
-    assert all(HERE in trial and len(trial) > 1 for trial in where(search(metric=process, pruner=unpruned())))
-
-
 def threads(outputs: Tensor, target: Tensor) -> float:
     return float(torch.get_num_threads())
 
 
-@pytest.mark.usefixtures("slower_workers")
-def test_trials_keep_one_thread_where_workers_end() -> None:
-    """Ending slower workers depends on measured times, so it must not change the threads, which affect rounding."""
+@pytest.mark.parametrize(("starting", "processes", "expected"), [(0.0, 2, 1.0), (math.inf, 2, 1.0), (0.0, 1, 2.0)])
+def test_trials_have_one_thread_each_if_they_may_have_processes(
+    starting: float, processes: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether workers start depends on times, so it must not change the threads, which affect rounding."""
+    monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", starting)
     with torch_threads(2):
-        result = search(metric=threads, pruner=unpruned())
-    assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{1.0}] * 6
+        result = search(metric=threads, pruner=unpruned(), processes=processes)
+    assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{expected}] * 6
+
+
+def test_the_default_is_a_process_per_core_for_two_trials_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfusion.tune.sweep.cores", lambda: 8)
+    for trials, expected in ((2, 0), (6, 3)):
+        places = where(search(metric=process, pruner=unpruned(), processes=None, trials=trials))
+        assert len(set.union(*places) - {HERE}) == expected
+
+
+def test_a_long_trial_has_a_worker_of_its_own() -> None:
+    """Trials move by what their last epoch took."""
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02 if self.seconds else 0.0)
+            return super().forward(x)
+
+    def make(number: int) -> nn.Module:
+        layer = Slow(3, 2)
+        layer.seconds = number == 2  # type: ignore[assignment]
+        return layer
+
+    def space(trial: Any) -> dict[str, Any]:
+        return {"number": trial.number}
+
+    pytest.importorskip("cloudpickle")
+    data = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
+    options: dict[str, Any] = {"trials": 6, "epochs": 6, "machine": MACHINE, "processes": 2, "rows": 6}
+    result = hf.sweep(make, space, F.cross_entropy, data, metric=process, pruner=unpruned(), **options)
+    last = [trial.value for trial in result.trials]
+    assert last.count(last[2]) == 1
 
 
 class _Odd(Exception):
@@ -160,7 +177,7 @@ def test_nothing_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TrialSpread, "_judge", interrupted)
+    monkeypatch.setattr(TrialPool, "_balance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search()
 

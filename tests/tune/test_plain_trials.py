@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.device.forked_process import why_no_fork
-from hfusion.tune.parallel_trials import TrialSpread
+from hfusion.device.forked_worker import why_no_fork
 from hfusion.tune.plain_trials import torch_optimizer
 from hfusion.tune.trial_rows import TrialRows
 from tests.tune import chosen, test_chosen, test_sweep
@@ -26,10 +25,8 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "elsewhere":
         if why_no_fork(torch.device("cpu")):
             pytest.skip("no fork of this process could train")
-        monkeypatch.setattr("hfusion.tune.parallel_trials.cores", lambda: 2)
-        monkeypatch.setattr("hfusion.tune.parallel_trials.start_seconds", lambda: 0.0)
-        # Whether it is faster here decides nothing.
-        monkeypatch.setattr(TrialSpread, "_judge", lambda *args: None)
+        monkeypatch.setattr("hfusion.tune.sweep.cores", lambda: 2)
+        monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", 0.0)
     monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
     monkeypatch.setattr(TrialRows, "join", lambda *args: pytest.fail("an array was made"))
 

@@ -1,7 +1,8 @@
-"""`hf.sweep` on a machine with several devices: the trials of one device, in a process for each where that pays."""
+"""`hf.sweep` on a machine with several devices: the trials of one device, in a process for each."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes begin at once, so that they pay in short sweeps."""
-    monkeypatch.setattr("hfusion.tune.sweep_process_choice.begin_seconds", lambda machine: 0.0)
-    monkeypatch.setattr("hfusion.tune.sweep_process_choice.devices_at_once", lambda count, rates, threads: count)
-
-
-def test_all_devices_train_what_one_does(at_once: None, tmp_path: Path) -> None:
+def test_all_devices_train_what_one_does(tmp_path: Path) -> None:
     """Also where the sweep was interrupted, and goes on."""
     expected = sweep(ONE)
     assert expected.processes is None
@@ -46,9 +40,39 @@ def test_all_devices_train_what_one_does(at_once: None, tmp_path: Path) -> None:
     assert type(result.best_model) is type(expected.best_model)
 
 
-def test_an_error_of_the_space_is_that_of_a_sweep(at_once: None) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        raise ZeroDivisionError("no space")
+def small(trial: Any) -> dict[str, Any]:
+    return {"lr": trial.suggest_float("lr", 0.01, 0.1)}
 
-    with pytest.raises(ZeroDivisionError, match="no space"):
-        hf.sweep(make_model, space, F.cross_entropy, **loaders(), trials=2, epochs=1, machine=TWO)
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"trials": 3}, "3 trials are fewer than two for each of 2 devices"),
+        ({"trials": 8, "pbt": hf.PBT()}, "pbt compares the trials of a shape"),
+        ({"trials": 8, "processes": 0}, "processes=0"),
+    ],
+)
+def test_reasons_for_one_process(options: dict[str, Any], reason: str) -> None:
+    result = hf.sweep(make_model, small, F.cross_entropy, **loaders(), epochs=1, **options, machine=TWO)
+    assert result.processes is not None
+    assert result.processes.count == 1
+    assert reason in result.processes.reason
+
+
+def test_what_cannot_be_sent_is_trained_here() -> None:
+    with pytest.warns(UserWarning, match="hf.sweep goes on in one process, as .*pickle fails"):
+        result = hf.sweep(
+            make_model,
+            small,
+            F.cross_entropy,
+            **loaders(),
+            metric=lambda output, target, lock=LOCK: output.mean(),
+            trials=4,
+            epochs=1,
+            machine=TWO,
+        )
+    assert result.processes is not None
+    assert result.processes.count == 1

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import threading
-import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,36 +19,36 @@ from typing import Any
 
 import torch
 
+from hfusion.core.errors import HFusionError
 from hfusion.device.backend import accelerators
-from hfusion.device.calibrate import describe
-from hfusion.device.measured_records import RecordFile, TimeRecord
 
 # Modules in which idle threads wait; such threads hold no lock that training needs.
 _WAITING = {"threading", "queue", "selectors", "socket", "connection", "heartbeat"}
 
 
-class EndedProcess(Exception):
-    """A forked process ended before it had answered."""
-
-    def __init__(self, exitcode: int | None) -> None:
-        super().__init__(f"exit code {exitcode}")
-        self.exitcode = exitcode
+class WorkerEnded(HFusionError):
+    """A worker ended before it had answered, usually killed by the system because memory ran out."""
 
 
-class ForkedProcess:
-    """A worker process. It ends when `close` is called, and when this process ends for any reason.
+class ForkedWorker:
+    """A forked process that answers requests in order. It ends with `close`, and with this process for any reason.
+
+    What a worker holds, it owns: whoever needs it here asks for it.
 
     Args:
+        name: its name in errors.
         serve: called once in the worker, with a function that returns whether this process has ended. Returns the
-            function that answers a request.
+            function that answers a request. Errors that it raises are raised by `poll`.
         siblings: workers that already run. The new fork closes its copies of their pipes.
     """
 
     def __init__(
         self,
+        name: str,
         serve: Callable[[Callable[[], bool]], Callable[[Any], Any]],
-        siblings: Sequence[ForkedProcess],
+        siblings: Sequence[ForkedWorker] = (),
     ) -> None:
+        self.name, self.device = name, torch.device("cpu")
         context = multiprocessing.get_context("fork")
         self._pipe, worker_pipe = context.Pipe()
         parent_pipes = [self._pipe, *(sibling._pipe for sibling in siblings)]
@@ -59,23 +59,32 @@ class ForkedProcess:
             self._process.start()
         worker_pipe.close()
 
-    def send(self, request: Any) -> None:
-        """Send a request; each is answered in turn. Raises EndedProcess."""
+    def call(self, request: Any) -> None:
+        """Send a request without waiting. Raises WorkerEnded."""
         try:
             self._pipe.send_bytes(pickle.dumps(request))
         except OSError as error:
             raise self._ended() from error
 
-    def answer(self) -> Any:
-        """Wait for the answer to the oldest request. Raises EndedProcess."""
+    def poll(self) -> Any:
+        """Wait for the answer to the oldest request, and return it, or raise the error that it raised in the worker.
+
+        Errors have the worker's traceback as a note. Raises WorkerEnded.
+        """
         try:
-            return pickle.loads(self._pipe.recv_bytes())
+            answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        if isinstance(answer, Failure):
+            raise answer.error_of(self.name)
+        return answer
 
-    def _ended(self) -> EndedProcess:
+    def _ended(self) -> WorkerEnded:
         self._process.join(1.0)
-        return EndedProcess(self._process.exitcode)
+        return WorkerEnded(
+            f"{self.name} ended with exit code {self._process.exitcode}, as if the system had killed it, which it does "
+            "when memory runs out."
+        )
 
     def close(self) -> None:
         """Kill the worker."""
@@ -84,10 +93,33 @@ class ForkedProcess:
         self._pipe.close()
 
 
+class Failure:
+    """An error raised in a worker, and its traceback as text. Errors that cannot be pickled keep their text only."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._text, self._traceback = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        self._error: bytes | None = None
+        with suppress(Exception):
+            data = pickle.dumps(error)
+            # An exception class may fail, or change its text, when it is unpickled.
+            if str(pickle.loads(data)) == str(error):
+                self._error = data
+
+    def error_of(self, worker: str) -> BaseException:
+        """Return the error with the traceback as a note that names the worker."""
+        error: BaseException = HFusionError(self._text) if self._error is None else pickle.loads(self._error)
+        error.add_note(f"in {worker}:\n{self._traceback}")
+        return error
+
+
 def why_no_fork(device: torch.device) -> str:
     """Return why a fork of this process could not train on ``device`` now; empty if it could."""
-    if why := why_never_fork(device):
-        return why
+    if sys.platform != "linux":
+        return f"processes are not forked on {sys.platform}"
+    if device.type != "cpu" or accelerators():
+        return "a fork cannot use what an accelerator's driver holds"
+    if multiprocessing.current_process().daemon:
+        return "this process is a fork itself, or a reader of data"
     if threading.current_thread() is not threading.main_thread():
         return "training is not in the main thread"
     frames = sys._current_frames()
@@ -99,46 +131,12 @@ def why_no_fork(device: torch.device) -> str:
     return ""
 
 
-def why_never_fork(device: torch.device) -> str:
-    """Return why no fork of this process could ever train on ``device``; empty if there is no such reason."""
-    if sys.platform != "linux":
-        return f"processes are not forked on {sys.platform}"
-    if device.type != "cpu" or accelerators():
-        return "a fork cannot use what an accelerator's driver holds"
-    if multiprocessing.current_process().daemon:
-        return "this process is a fork itself, or a reader of data"
-    return ""
-
-
 @contextmanager
 def _no_warning_of_threads() -> Iterator[None]:
     """Context manager: no DeprecationWarning of forks in a process with threads, which `why_no_fork` has checked."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
-
-
-def start_seconds() -> float:
-    """Return the seconds that it last took to start processes on this machine; if unknown, time a fork."""
-    if records := _records().read():
-        seconds: float = records[-1].seconds
-        return seconds
-    began = time.perf_counter()
-    with _no_warning_of_threads():
-        child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return time.perf_counter() - began
-
-
-def note_start(seconds: float) -> None:
-    """Store the seconds that it took to start processes."""
-    _records().add(TimeRecord(seconds))
-
-
-def _records() -> RecordFile[TimeRecord]:
-    return RecordFile(TimeRecord, "forked-processes", describe(torch.device("cpu")))
 
 
 def _serve(pipe: Connection, others: Sequence[Connection], serve: Callable[..., Any], parent: int) -> None:
@@ -159,7 +157,10 @@ def _serve(pipe: Connection, others: Sequence[Connection], serve: Callable[..., 
     with suppress(EOFError, OSError):
         while not is_orphan():
             request = pickle.loads(pipe.recv_bytes())
-            reply = answer(request)
+            try:
+                reply = answer(request)
+            except BaseException as error:
+                reply = Failure(error)
             if is_orphan():
                 return
             sys.stdout.flush()

@@ -1,25 +1,17 @@
-"""The choice between plain trials and an array, by times measured here, and the change from plain to array."""
+"""The choice between plain trials and an array by what plain ones take, and the change from plain to array."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from hfusion.tune.array_costs import _FIRST_FACTOR, _FIRST_STARTUP, ArrayCosts, ArrayRecord
-from hfusion.tune.shape_array import ArrayChoice
+from hfusion.tune.shape_array import ArrayChoice, seconds_saved
 from hfusion.tune.trial_rows import TrialRows
 from tests.tune import test_sweep
 
 pytest.importorskip("optuna")
-
-
-@pytest.fixture(autouse=True)
-def no_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -44,15 +36,16 @@ def choice(**changed: Any) -> ArrayChoice:
     return ArrayChoice(**{**numbers, "startup": 0.5, "side_by_side": 1, **changed})
 
 
-def test_records_replace_priors() -> None:
-    costs = ArrayCosts(torch.device("cpu"))
-    assert (costs.startup(5), costs.factor(5), costs.plain(5)) == (_FIRST_STARTUP, _FIRST_FACTOR, None)
-    for startup in (0.2, 0.4, 0.6):
-        costs.note(ArrayRecord(5, startup, 1.5, 0.9))
-    again = ArrayCosts(torch.device("cpu"))
-    assert (again.startup(5), again.factor(5), again.plain(5)) == (0.4, 0.9, 1.5)
-    # A larger program takes longer in proportion.
-    assert again.startup(50) == pytest.approx(4.0)
+def test_an_array_saves_what_its_steps_do_less_what_it_takes_to_begin() -> None:
+    assert seconds_saved(choice()) == pytest.approx(100 * 1e-3 * (40 - 20) - 0.5)
+    # Beside one another plain trials take less time; trials that end early save less.
+    assert seconds_saved(choice(side_by_side=2)) == pytest.approx(-0.5)
+    assert seconds_saved(choice(epochs=(10, 1, 1, 1))) == pytest.approx(100 * 1e-3 * (13 - 20) - 0.5)
+    assert seconds_saved(choice(epochs=(10,), side_by_side=8)) < 0
+
+
+def test_plain_trials_are_measured_first_where_nothing_is_known() -> None:
+    assert seconds_saved(choice(plain=None)) == -math.inf
 
 
 @pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss")])

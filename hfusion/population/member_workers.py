@@ -1,0 +1,295 @@
+"""Plain members of a population in forked processes, which own them while the population only steps."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.attribute_fingerprint import python_attributes
+from hfusion.capture.registered_tensors import tensors
+from hfusion.core.member_table import MemberTable
+from hfusion.core.torch_settings import SETTINGS
+from hfusion.device.backend import active_autocast
+from hfusion.device.forked_worker import Failure, ForkedWorker, WorkerEnded, why_no_fork
+from hfusion.device.openmp import torch_threads
+from hfusion.population.group_step import GroupDraws
+from hfusion.population.members import Event
+from hfusion.population.moving import copy_member_state, put_member_state
+from hfusion.population.training_group import TrainingGroup
+from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
+
+_CPU = torch.device("cpu")
+# Steps without a look at the population before members leave: whoever looks after each step keeps them here.
+_QUIET_STEPS = 2
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Step members. ``draws``: the random number of the step; ``step``: the population's number of steps.
+
+    ``arguments``: inputs, target and keywords of each group that steps, by its number.
+    """
+
+    draws: int
+    step: int
+    arguments: dict[int, tuple[Any, Any, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """Losses by group, the number of steps, new events, whether random numbers were drawn, and the error if any."""
+
+    losses: dict[int, tuple[float, torch.dtype]]
+    step: int
+    events: list[Event]
+    has_drawn: bool
+    failure: Failure | None
+
+
+class MemberWorkers:
+    """The processes of a population.
+
+    Plain members move to forks of this process before the third step in a row that nothing but steps has come between.
+    Whatever reads or changes the population calls `come_home` first, which ends the forks.
+
+    Args:
+        processes: how many processes train plain members, this one included.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._workers: dict[ForkedWorker, list[TrainingGroup]] = {}
+        self._finalizer: Callable[[], object] = lambda: None
+        # The workers that compute now, and the losses of the step.
+        self._computing: list[ForkedWorker] = []
+        self._losses: dict[int, Tensor] = {}
+        self._draws: GroupDraws | None = None
+        self._seconds: dict[int, float] = {}
+        self._quiet_steps = 0
+        self._settings: Any = None
+
+    @contextmanager
+    def step(
+        self,
+        groups: Sequence[TrainingGroup],
+        draws: GroupDraws,
+        arguments: Callable[[TrainingGroup], tuple[Any, Any, dict[str, Any]]] | None,
+    ) -> Iterator[dict[int, Tensor]]:
+        """Context manager: workers step their members; yields losses by group number, with theirs at the end.
+
+        arguments: returns inputs, target and keywords of a group; None if members must step here.
+        """
+        is_plain_step = self._processes > 1 and arguments is not None and not _is_observed()
+        if self._workers and not (is_plain_step and self._settings == _read_settings()):
+            self.come_home()
+        if is_plain_step and not self._workers and self._quiet_steps >= _QUIET_STEPS:
+            self._leave(groups)
+        self._quiet_steps += is_plain_step
+        self._losses, self._draws = {}, draws
+        for worker, members in self._workers.items():
+            assert arguments is not None
+            worker.call(StepRequest(draws.number, groups[0]._roll.step, {g.number: arguments(g) for g in members}))
+            self._computing.append(worker)
+        try:
+            yield self._losses
+        finally:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the workers that compute. Raises the error of the first member that failed; all others step."""
+        failure: BaseException | None = None
+        while self._computing:
+            worker = self._computing.pop(0)
+            try:
+                answer: StepAnswer = worker.poll()
+            except WorkerEnded as error:
+                raise _lost(error) from error
+            for number, (loss, dtype) in answer.losses.items():
+                self._losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
+            self._workers[worker][0]._roll.step = answer.step
+            self._workers[worker][0]._roll.lineage.extend(answer.events)
+            assert self._draws is not None
+            self._draws.has_drawn |= answer.has_drawn
+            if answer.failure is not None and failure is None:
+                failure = answer.failure.error_of(worker.name)
+        if failure is not None:
+            self.come_home()
+            raise failure
+
+    def is_away(self, group: TrainingGroup) -> bool:
+        """Return whether a worker owns a group."""
+        return any(group in members for members in self._workers.values())
+
+    @contextmanager
+    def at_home(self, group: TrainingGroup) -> Iterator[None]:
+        """Context manager: a group steps here; a plain one with one thread if others have processes of their own."""
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            if group.is_plain and self._processes > 1:
+                stack.enter_context(torch_threads(1))
+            yield
+        self._seconds[group.number] = time.perf_counter() - began
+
+    def _leave(self, groups: Sequence[TrainingGroup]) -> None:
+        """Fork workers, and give them members: the longest first, each to the process with the least to do."""
+        movable = [group for group in groups if _may_leave(group)]
+        count = min(self._processes, len(movable)) - 1
+        if count < 1 or why_no_fork(_CPU):
+            return
+        rest = [group for group in groups if group not in movable]
+        loads = [sum(self._seconds.get(group.number, 0.0) for group in rest), *[0.0] * count]
+        shares: list[list[TrainingGroup]] = [[] for _ in loads]
+        for group in sorted(movable, key=lambda group: -self._seconds.get(group.number, 0.0)):
+            least = min(range(len(loads)), key=lambda index: (loads[index], len(shares[index])))
+            loads[least] += self._seconds.get(group.number, 0.0)
+            shares[least].append(group)
+        self._settings = _read_settings()
+        workers: list[ForkedWorker] = []
+        self._finalizer = weakref.finalize(self, _close, workers)
+        for share in filter(None, shares[1:]):
+            name = f"a process of {len(share)} members of the population"
+            workers.append(ForkedWorker(name, partial(_serve, share), workers))
+            self._workers[workers[-1]] = share
+
+    def come_home(self) -> None:
+        """Take the state of all members from the workers, and end these. Raises WorkerEnded if one was killed."""
+        self._quiet_steps = 0
+        if not self._workers:
+            return
+        if self._computing:
+            self._collect()
+        for worker in self._workers:
+            try:
+                worker.call(None)
+            except WorkerEnded as error:
+                raise _lost(error) from error
+        for worker, members in self._workers.items():
+            try:
+                states = worker.poll()
+            except WorkerEnded as error:
+                raise _lost(error) from error
+            for group in members:
+                _put_away_state(group, *states[group.number])
+        self._workers = {}
+        self._finalizer()
+
+
+def _close(workers: list[ForkedWorker]) -> None:
+    for worker in workers:
+        worker.close()
+    workers.clear()
+
+
+def _lost(error: WorkerEnded) -> WorkerEnded:
+    return WorkerEnded(f"{error} The weights of its members are lost: load the last save, or pass processes=1.")
+
+
+def _is_observed() -> bool:
+    """Return whether this thread computes under modes that forks would not have."""
+    return bool(active_autocast() or in_dispatch_mode() or function_modes())
+
+
+def _read_settings() -> Any:
+    return torch.get_default_dtype(), [read() for read in dict.fromkeys(SETTINGS.values())]
+
+
+def _may_leave(group: TrainingGroup) -> bool:
+    """Return whether a worker can own a group: a plain member on the CPU, without functions that the user runs here."""
+    if not group.is_plain or group._gradient_hooks or group._on_nonfinite == "raise" or not group.active_rows:
+        return False
+    if any(tensor.device.type != "cpu" for _, tensor in tensors(group.model)):
+        return False
+    try:
+        _unpacked_attributes(_packed_attributes(group.model), group.model)
+    except Exception:
+        return False
+    return True
+
+
+# In a worker.
+
+
+def _serve(members: Sequence[TrainingGroup], is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
+    """Return the function that answers requests in a worker."""
+    del is_orphan
+
+    def answer(request: StepRequest | None) -> Any:
+        if request is None:
+            return {group.number: _state_to_send(group) for group in members}
+        return _stepped(members, request)
+
+    return answer
+
+
+def _stepped(members: Sequence[TrainingGroup], request: StepRequest) -> StepAnswer:
+    lineage = members[0]._roll.lineage
+    before, losses, failure = len(lineage), {}, None
+    draws = GroupDraws(_CPU)
+    draws.number = request.draws
+    for group in members:
+        group._roll.step = request.step
+        inputs, target, keywords = request.arguments[group.number]
+        try:
+            with draws.of_group(group.key):
+                loss = group.step(inputs, target, None, None, keywords)
+        except BaseException as error:
+            failure = Failure(error)
+            break
+        losses[group.number] = float(loss), loss.dtype
+    step = max(group._roll.step for group in members)
+    return StepAnswer(losses, step, lineage[before:], draws.has_drawn, failure)
+
+
+def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[str, Tensor], bytes]:
+    """Return what steps change of a member: its tables, its tensors and its Python attributes."""
+    tables = {n: table for n, table in copy_member_state(group, 0).tables.items() if n not in ("best", "schedule")}
+    return tables, {name: tensor.detach() for name, tensor in tensors(group.model)}, _packed_attributes(group.model)
+
+
+def _put_away_state(
+    group: TrainingGroup, tables: dict[str, MemberTable], held: dict[str, Tensor], attributes: bytes
+) -> None:
+    """Write the state of a member that comes back from a worker."""
+    model = group.model
+    with torch.no_grad():
+        for name, tensor in tensors(model):
+            tensor.copy_(held[name])
+    for path, values in _unpacked_attributes(attributes, model).items():
+        vars(model.get_submodule(path)).update(values)
+    group.fused.zero_grad()
+    put_member_state(group, 0, tables)
+
+
+def _packed_attributes(model: nn.Module) -> bytes:
+    """Pickle the Python attributes of a model by path. Its modules and tensors in them are replaced by their names."""
+    names: dict[int, tuple[str, str]] = {id(tensor): ("tensor", name) for name, tensor in tensors(model)}
+    names |= {id(module): ("module", path) for path, module in model.named_modules()}
+    file = io.BytesIO()
+
+    class AttributePickler(pickle.Pickler):
+        def persistent_id(self, obj: object) -> tuple[str, str] | None:
+            return names.get(id(obj))
+
+    AttributePickler(file).dump({path: dict(python_attributes(module)) for path, module in model.named_modules()})
+    return file.getvalue()
+
+
+def _unpacked_attributes(data: bytes, model: nn.Module) -> dict[str, dict[str, Any]]:
+    parts = {"tensor": dict(tensors(model)), "module": dict(model.named_modules())}
+
+    class AttributeUnpickler(pickle.Unpickler):
+        def persistent_load(self, key: tuple[str, str]) -> Any:
+            return parts[key[0]][key[1]]
+
+    values: dict[str, dict[str, Any]] = AttributeUnpickler(io.BytesIO(data)).load()
+    return values
