@@ -33,7 +33,7 @@ class Cluster:
     Args:
         where: the address of a Ray cluster, as in ``ray.init``, such as ``"auto"``. None: the cluster that this process
             is connected to, or a new one on this machine. A Machine: one process of this machine per device, without
-            Ray; the script then needs ``if __name__ == "__main__":``.
+            Ray.
         num_cpus, num_gpus, resources: Ray's resources for the process of a device, as in ``ray.remote``. By default
             each GPU has a process, and a node without GPUs has one that takes all its CPUs.
         runtime_env: as in ``ray.init``; if this process is already connected, for the actors only.
@@ -128,7 +128,7 @@ class Cluster:
         """
         task_list = listed(tasks)
         if plan is not None:
-            raise PlanError("plan is for an hf.Machine: the nodes of a cluster plan by themselves")
+            raise PlanError("plan is for one process on an hf.Machine: other processes plan by themselves")
         folder = None if checkpoint is None else Path(checkpoint).absolute()
         options = RunOptions(folder, every, named(policy).name, on_result is not None)
         with ExitStack() as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
 from hfusion.cluster.messages import DeviceInfo, DeviceLost, Lost, Raised
-from hfusion.cluster.node import ArrayDone, ArrayLeft, Message, ResultMessage, StopQuery, loader_generators
+from hfusion.cluster.node import ArrayDone, Message, ResultMessage, StopQuery, loader_generators
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import HFusionError
 from hfusion.core.event_log import EventLog, first_line
@@ -39,8 +39,6 @@ class Drive:
     Args:
         log: the log of the arrays' events.
         on_result: decides which members stop, see `hfusion.train`.
-        ends_at_failure: end the run when an array fails. Otherwise the other arrays are trained to their end.
-        clock: returns seconds; rates are measured with it.
     """
 
     def __init__(
@@ -50,13 +48,8 @@ class Drive:
         max_failures: int,
         log: EventLog,
         on_result: OnResult | None = None,
-        *,
-        ends_at_failure: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._on_result, self._ends_at_failure = on_result, ends_at_failure
-        # Whether a callback or ``on_result`` was called.
-        self.heard = False
+        self._on_result = on_result
         self._run, self._tasks, self._arrays, self._executor = arrays, arrays.tasks, arrays.arrays, executor
         self._logs = ArrayLogs(log, [(array.load.name, array.task, array.members) for array in arrays.arrays])
         # How many minibatches and evaluations of each array were passed to callbacks.
@@ -65,36 +58,24 @@ class Drive:
         self._on_result_counts: Counter[tuple[int, type]] = Counter()
         self._stops: dict[tuple[int, type, int], list[int]] = {}
         loads = [array.load for array in arrays.arrays]
-        saved = [number for number, array in enumerate(arrays.arrays) if array.options.checkpoint is not None]
-        self._placement = Placement(loads, arrays.kinds, max_failures, clock, saved)
-        self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
+        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic)
+        self._parts = SharedParts(arrays.arrays, executor)
         self._running_arrays: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
-        self._interrupted_runs: list[tuple[int, ArrayLeft]] = []
         self._failed: dict[int, BaseException] = {}
-        self._reported_arrays: set[int] = set()
         self._began = time.time()
         # When arrays began to wait for a device to join, and why the last device was lost.
         self._stranded_since: float | None = None
         self._last_loss = ""
         self.show: Callable[[int, int], None] = lambda index, steps: None
 
-    @property
-    def unstarted(self) -> bool:
-        """True if the first failed array reported no minibatch, and no array has finished."""
-        return not self._done and min(self._failed, default=-1) not in self._reported_arrays
-
     def run(self) -> Report:
         """Train all arrays and return the report. Raises TrainError at the end if an array failed."""
         placement = self._placement
-        while not placement.over and not (self._failed and self._ends_at_failure):
-            for device in placement.moves():
-                self._executor.leave(device, self._arrays[self._running_arrays[device]].load.name)
-            for device in placement.to_ask():
-                number = placement.start_next(device)
-                if number is not None:
-                    self._running_arrays[device] = number
-                    self._start_array(device, number)
+        while not placement.over:
+            for device, number in list(placement.starts()):
+                self._running_arrays[device] = number
+                self._start_array(device, number)
             for device, message in self._executor.wait(GLANCE):
                 self._hear(device, message)
             self._wait_for_devices()
@@ -116,37 +97,15 @@ class Drive:
                 self._tell(device, result)
             for note in message.notes:
                 self._note(device, self._running_arrays.get(device), note)
-            self._reach(device, message)
         elif isinstance(message, StopQuery):
             self._executor.answer(device, self._answer(device, *message.result_message.results))
         elif isinstance(message, Raised):
             self._fail(device, message.error)
-        elif isinstance(message, ArrayLeft):
-            self._leave(device, message)
         elif isinstance(message, ArrayDone):
             number = self._running_arrays.pop(device)
             self._placement.end(device)
             self._done[number] = (device, message)
             self.show(number, self._arrays[number].task.steps)
-
-    def _leave(self, device: int, message: ArrayLeft) -> None:
-        number = self._running_arrays.pop(device)
-        self._interrupted_runs.append((device, message))
-        self._note(device, number, ArrayNote("moved", None))
-        if number in self._failed:
-            self._placement.end(device)
-        else:
-            self._placement.queue_moved_array(device)
-
-    def _reach(self, device: int, message: ResultMessage) -> None:
-        number, steps = (
-            self._running_arrays.get(device),
-            [result for result in message.results if isinstance(result, Step)],
-        )
-        if number is not None and steps:
-            self._reported_arrays.add(number)
-            minibatches = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
-            self._placement.reach(device, minibatches, message.at)
 
     def _note(self, device: int, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
         if number is not None:
@@ -164,7 +123,6 @@ class Drive:
             return
         self._counts[number, type(result)] = count
         self._note(device, number, result)
-        self.heard = self.heard or bool(array.task.callbacks)
         try:
             for callback in array.task.callbacks:
                 callback(result)
@@ -187,7 +145,7 @@ class Drive:
         if count <= self._on_result_counts[key]:
             # A repeated result gets its earlier answer: a stateful ``on_result`` could stop other members now.
             return self._stops.get((*key, count), [])
-        self._on_result_counts[key], self.heard = count, True
+        self._on_result_counts[key] = count
         try:
             members = answered(self._on_result(result), result)
         except Exception as error:
@@ -236,13 +194,12 @@ class Drive:
         if not self._failed:
             return report
         failed = [self._arrays[number] for number in sorted(self._failed)]
-        names = dict.fromkeys(array.load.name if self._ends_at_failure else array.task.name for array in failed)
+        names = dict.fromkeys(array.task.name for array in failed)
         first = self._failed[min(self._failed)]
         quoted_names = ", ".join(map(repr, names))
         kind = "task" if len(names) == 1 else "tasks"
-        finished = "finished before" if self._ends_at_failure else "finished"
         raise TrainError(
-            f"{kind} {quoted_names} failed: {type(first).__name__}: {first}; {finished}: {', '.join(report) or 'none'} "
+            f"{kind} {quoted_names} failed: {type(first).__name__}: {first}; finished: {', '.join(report) or 'none'} "
             "(error.report)",
             report,
         ) from first
@@ -281,15 +238,15 @@ class Drive:
         loads, evicts = ([getattr(device.rates, name) for device in devices] for name in ("load", "evict"))
         actions = max(device.rates.action_seconds for device in devices)
         budgets = {device.name: device.budget for device in devices}
-        return Plan(tasks, budgets, min(loads), min(evicts), actions, self._processes)
+        return Plan(tasks, budgets, min(loads), min(evicts), actions)
 
     def _timeline(self) -> Timeline:
-        """Return the timeline of all devices since the driver started, by the driver's clock."""
+        """Return the timeline of all devices since the driver started, by the clocks of the nodes."""
         names = [device.name for device in self._executor.devices]
         spans = []
-        for device, begun, timeline, _ in self._ran():
-            offset = begun - self._executor.offsets[device] - self._began
-            for span in timeline.actions:
+        for device, done in self._done.values():
+            offset = done.start_time - self._began
+            for span in done.report.timeline.actions:
                 start, end = span.start + offset, span.end + offset
                 spans.append(replace(span, device=names[device], start=start, end=end))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._placement.lower_bound)
@@ -297,13 +254,6 @@ class Drive:
     def _peak(self) -> dict[str, int]:
         peak = {device.name: 0 for device in self._executor.devices}
         names = [*peak]
-        for device, _, _, run_peak in self._ran():
-            peak[names[device]] = max(peak[names[device]], *run_peak.values())
-        return peak
-
-    def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
-        """Yield the device, start by the device's clock, timeline and peak of each run of an array."""
-        for device, message in self._interrupted_runs:
-            yield device, message.start_time, message.timeline, message.peak
         for device, done in self._done.values():
-            yield device, done.start_time, done.report.timeline, done.report.peak
+            peak[names[device]] = max(peak[names[device]], *done.report.peak.values())
+        return peak

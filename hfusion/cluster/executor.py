@@ -21,10 +21,6 @@ class Executor(Protocol):
     def devices(self) -> Sequence[DeviceInfo]: ...
 
     @property
-    def offsets(self) -> Sequence[float]:
-        """Seconds by which the clock of each device is ahead of the driver's."""
-
-    @property
     def starting(self) -> bool:
         """True if the process of another device is starting, so that the device will join soon."""
 
@@ -33,9 +29,6 @@ class Executor(Protocol):
 
     def start_job(self, device: int, job: ArrayJob | CallJob) -> None:
         """Start a job, such as training an array, on an idle device."""
-
-    def leave(self, device: int, name: str) -> None:
-        """Ask the array ``name`` to leave its device at its next save, so that it can continue on another device."""
 
     def answer(self, device: int, members: list[int]) -> None:
         """Answer the `StopQuery` of the array on a device with the members that stop."""

@@ -16,16 +16,14 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.executor import Executor
-from hfusion.cluster.longest_first import Load
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.node import ArrayJob
+from hfusion.cluster.placement import Load
 from hfusion.cluster.rates import DIFFERS
 from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.errors import PlanError
 from hfusion.device.calibrate import Rates
-from hfusion.schedule.plan import Plan, Processes, TaskPlan
 from hfusion.tasks.alike_tasks import AlikeTasks
-from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_plan import ArrayCost, Room
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
@@ -81,8 +79,6 @@ class PlacedArray:
     Attributes:
         load: its estimated seconds on each kind of device.
         sent: a copy of the task, as it is sent to the worker.
-        plan: the plan to train it by; None: the worker process plans.
-        array: the fused array of this process that receives the results; None: it is fused when they arrive.
         cost: estimates its seconds on devices that join later.
     """
 
@@ -91,9 +87,7 @@ class PlacedArray:
     load: Load
     sent: Task
     options: RunOptions
-    plan: TaskPlan | None = None
-    array: FusedModule | None = None
-    cost: ArrayCost | None = None
+    cost: ArrayCost
 
     def job(self, parts: SharedParts) -> ArrayJob:
         parcel, keys = pack_with_keys(f"the task {self.task.name!r}", self.sent, parts.keys)
@@ -106,15 +100,12 @@ class PlacedArray:
             options.policy,
             options.checkpoint,
             options.every,
-            self.plan,
             options.has_on_result,
             bool(self.task.callbacks),
         )
 
     def trained_array(self) -> FusedModule:
         """Return the array of this process into which results are written."""
-        if self.array is not None:
-            return self.array
         models = self.task.models
         if isinstance(models, FusedModule):
             return models
@@ -124,25 +115,20 @@ class PlacedArray:
 
 @dataclass(frozen=True, eq=False)
 class ClusterArrays:
-    """All arrays of a run. ``kinds``: for each device, the index of its kind in ``Load.seconds``.
-
-    ``device_kinds``: the kinds of devices; None if no device can join.
-    """
+    """All arrays of a run. ``kinds``: for each device, the index of its kind in ``Load.seconds``."""
 
     tasks: tuple[Task, ...]
     arrays: tuple[PlacedArray, ...]
     kinds: tuple[int, ...]
-    processes: Processes | None = None
-    device_kinds: DeviceKinds | None = None
+    device_kinds: DeviceKinds
 
     def kind_of(self, device: DeviceInfo) -> tuple[int, list[float | None] | None]:
         """Return the kind of a device that joins and, if the kind is new, the estimated seconds of each array on it."""
-        assert self.device_kinds is not None
         kinds_before, kind = len(self.device_kinds.representatives), self.device_kinds.kind(device)
         if kind < kinds_before:
             return kind, None
         room = self.device_kinds.representatives[kind]
-        return kind, [None if array.cost is None else array.cost.seconds_on(room) for array in self.arrays]
+        return kind, [array.cost.seconds_on(room) for array in self.arrays]
 
 
 def arranged(
@@ -165,33 +151,12 @@ def arranged(
     alike = AlikeTasks(largest)
     for task in tasks:
         for members, cost in alike.arrays(task):
-            load = Load(cost.name, tuple(map(cost.seconds_on, device_kinds.representatives)), task.name, task.steps)
-            arrays.append(PlacedArray(task, members, load, seeded_task(sent_task(task, members)), options, cost=cost))
+            load = Load(cost.name, tuple(map(cost.seconds_on, device_kinds.representatives)))
+            arrays.append(PlacedArray(task, members, load, seeded_task(sent_task(task, members)), options, cost))
     check_loaders([(array.load.name, (array.task.loader, array.task.eval_loader)) for array in arrays])
     if options.checkpoint is not None:
         check_folder(options.checkpoint, [array.load.name for array in arrays], resume=resume)
-    return ClusterArrays(tuple(tasks), tuple(arrays), kinds, device_kinds=device_kinds)
-
-
-def planned(
-    arrangements: Sequence[Arrangement], plan: Plan, devices: Sequence[DeviceInfo], options: RunOptions
-) -> ClusterArrays:
-    """Return the arrays of an existing plan for one machine; worker processes train them by that plan."""
-    kinds = tuple(range(len(devices)))
-    arrays = []
-    for arrangement, task_plan in zip(arrangements, plan.tasks, strict=True):
-        seconds = tuple(task_plan.seconds if task_plan.device_bytes <= device.budget else None for device in devices)
-        load = Load(task_plan.name, seconds, arrangement.task.name, arrangement.task.steps)
-        sent = seeded_task(sent_task(arrangement.task, arrangement.members))
-        arrays.append(
-            PlacedArray(arrangement.task, arrangement.members, load, sent, options, task_plan, arrangement.array)
-        )
-    return ClusterArrays(
-        tuple({id(arrangement.task): arrangement.task for arrangement in arrangements}.values()),
-        tuple(arrays),
-        kinds,
-        plan.processes,
-    )
+    return ClusterArrays(tuple(tasks), tuple(arrays), kinds, device_kinds)
 
 
 def check_schedulers(tasks: Iterable[Task]) -> None:

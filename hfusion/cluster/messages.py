@@ -18,16 +18,12 @@ from hfusion.device.calibrate import Rates
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device, as its process reports it.
-
-    ``clock_time``: the time on its clock. ``node``, ``process``: host name and pid.
-    """
+    """A device, as its process reports it. ``node``, ``process``: host name and pid."""
 
     name: str
     physical: torch.device
     budget: int
     rates: Rates
-    clock_time: float
     node: str = field(default_factory=socket.gethostname)
     process: int = field(default_factory=os.getpid)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,6 @@ from hfusion.cluster.messages import Answered, DeviceInfo, Lost, Raised
 from hfusion.cluster.serialization import unpack
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
-from hfusion.schedule.plan import TaskPlan
-from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Evaluation, Step, Task
@@ -39,7 +37,6 @@ class ArrayJob:
     Attributes:
         parcel: the pickled task.
         parts: references to the shared objects that ``parcel`` omits, by key.
-        plan: the plan to train by; None: this process plans.
         awaits_answers: wait for the driver's answer to every result, see `StopQuery`.
         sends_every_step: send every step; otherwise only the latest one and the last one of each epoch.
     """
@@ -51,7 +48,6 @@ class ArrayJob:
     policy: str
     checkpoint: Path | None
     every: int | None
-    plan: TaskPlan | None = None
     awaits_answers: bool = False
     sends_every_step: bool = True
 
@@ -68,13 +64,9 @@ class CallJob(Protocol):
 
 @dataclass(frozen=True)
 class ResultMessage:
-    """Results of minibatches and evaluations, in order; ``at``: the `time.monotonic` at which they were sent.
-
-    ``notes``: other events of the array, if they are logged.
-    """
+    """Results of minibatches and evaluations, in order. ``notes``: other events of the array, if they are logged."""
 
     results: tuple[Step | Evaluation, ...]
-    at: float
     notes: tuple[ArrayNote, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,14 +76,14 @@ class ResultMessage:
             return vars(self)
         heads = [(type(item), {**vars(item), "losses": item.losses.shape}) for item in self.results]
         joined = torch.cat([item.reshape(-1) for item in losses])
-        return {"heads": heads, "losses": joined, "at": self.at, "notes": self.notes}
+        return {"heads": heads, "losses": joined, "notes": self.notes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "heads" in state:
             pieces = state["losses"].split([head["losses"].numel() for _, head in state["heads"]])
             pairs = zip(state["heads"], pieces, strict=True)
             results = (kind(**{**head, "losses": piece.view(head["losses"])}) for (kind, head), piece in pairs)
-            state = {"results": tuple(results), "at": state["at"], "notes": state["notes"]}
+            state = {"results": tuple(results), "notes": state["notes"]}
         self.__dict__.update(state)
 
 
@@ -110,7 +102,7 @@ class ArrayDone:
         report: the report, without the array itself.
         tensors: the tensors of the array that training changed, by name.
         optimizer: the state dict of the task's optimizer, if the task has an optimizer object.
-        start_time: when the timeline begins, by the clock of this process.
+        start_time: when the timeline begins, by the clock of this node.
         generators: states, after training, of the generators that the loaders draw from.
     """
 
@@ -121,17 +113,8 @@ class ArrayDone:
     generators: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayLeft:
-    """An array was saved and has left its device, as requested. ``start_time``: see `ArrayDone`."""
-
-    timeline: Timeline
-    peak: Mapping[str, int]
-    start_time: float
-
-
 # The last message of a job.
-End: TypeAlias = ArrayDone | ArrayLeft | Answered | Raised
+End: TypeAlias = ArrayDone | Answered | Raised
 Message: TypeAlias = ResultMessage | StopQuery | End | Lost | DeviceInfo
 
 
@@ -177,7 +160,7 @@ class _Outbox:
         notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
         results, self._results = tuple(self._results), []
         if results or notes:
-            self._tell(ResultMessage(results, self._sent, notes))
+            self._tell(ResultMessage(results, notes))
 
 
 class ArrayTrainer:
@@ -191,8 +174,6 @@ class ArrayTrainer:
     def __init__(self, name: str, machine: Machine) -> None:
         self._name, self._machine = name, machine
         self.stopping = Event()
-        # The name of an array that is to leave this device; set by another thread.
-        self.leaving: str | None = None
         # The driver's answers to `StopQuery` messages, received by another thread.
         self.answers: SimpleQueue[list[int]] = SimpleQueue()
         self.call_state: dict[str, Any] = {}
@@ -205,7 +186,7 @@ class ArrayTrainer:
     def info(self) -> DeviceInfo:
         device = self.device
         rates = self._machine.calibrate()[device.name]
-        return DeviceInfo(self._name, device.physical, device.memory, rates, time.time())
+        return DeviceInfo(self._name, device.physical, device.memory, rates)
 
     def run(self, job: ArrayJob | CallJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> None:
         """Run a job. The last message passed to ``tell`` is its result or error.
@@ -218,9 +199,7 @@ class ArrayTrainer:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
             tell(Raised(cause))
 
-    def _trained(
-        self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]
-    ) -> ArrayDone | ArrayLeft:
+    def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone:
         # Each array unpacks its own copies, since iterating over a loader changes its state.
         parts: dict[str, Any] = {}
 
@@ -241,7 +220,7 @@ class ArrayTrainer:
             # Send earlier results first, so that the driver receives all in order.
             if job.sends_every_step:
                 outbox.send()
-            tell(StopQuery(ResultMessage((result,), time.monotonic())))
+            tell(StopQuery(ResultMessage((result,))))
             while not self.stopping.is_set():
                 with suppress(Empty):
                     return self.answers.get(timeout=_LOOK)
@@ -255,22 +234,18 @@ class ArrayTrainer:
             job.policy,
             job.checkpoint,
             job.every,
-            lambda: self.leaving == job.name,
-            job.plan,
             ask if job.awaits_answers else None,
             None if job.checkpoint is None else outbox.note,
         )
         ended = time.time()
         outbox.send()
-        return _answer(task, report, job, ended)
+        return _answer(task, report, ended)
 
 
-def _answer(task: Task, report: Report, job: ArrayJob, ended: float) -> ArrayDone | ArrayLeft:
+def _answer(task: Task, report: Report, ended: float) -> ArrayDone:
     """Return what the driver gets of an array whose training ended at the time ``ended``."""
     start_time = ended - max((span.end for span in report.timeline.actions), default=0.0)
     task_report = report[task.name]
-    if len(task_report.losses) < task.steps and len(task_report.stopped) < len(job.members):
-        return ArrayLeft(report.timeline, report.peak, start_time)
     ((_, array),) = task_report._arrays
     return ArrayDone(
         replace(report, tasks={task.name: replace(task_report, _arrays=())}),

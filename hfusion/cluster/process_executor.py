@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
@@ -27,54 +26,36 @@ from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, Message
 from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message
 from hfusion.core.claimed_folder import run_folder
 from hfusion.core.errors import HFusionError
-from hfusion.device.calibrate import describe
 from hfusion.device.machine import Device, Machine
-from hfusion.device.measured_records import RecordFile, TimeRecord
 
 # Seconds that a process has to end before it is killed.
 _GRACE = 5.0
-# Seconds until processes have imported torch and have their devices, where that was not measured yet.
-_BEGIN = 10.0
 _swaps = Lock()
-
-
-def begin_seconds(machine: Machine) -> float:
-    """Return the least that processes of a machine took to begin; an estimate where they never did."""
-    return min((record.seconds for record in _begin_records(machine).read()), default=_BEGIN)
-
-
-def _begin_records(machine: Machine) -> RecordFile[TimeRecord]:
-    device = machine.devices[0].physical
-    return RecordFile(TimeRecord, "processes", {**describe(device), "count": str(len(machine.devices))})
 
 
 class ProcessExecutor:
     """One process for each device of ``machine``, which share its host memory evenly.
 
-    Args:
-        with_main: processes import the script that runs here. Without, what it defines comes by pickle alone, and the
-            script needs no ``if __name__ == "__main__":``.
+    They do not import the script that runs here: what it defines comes by pickle, so that the script needs no
+    ``if __name__ == "__main__":``.
     """
 
-    def __init__(self, machine: Machine, *, with_main: bool = True) -> None:
-        self._machine, self._with_main = machine, with_main
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._folder = run_folder()
         self._stored_count = 0
         count = len(machine.devices)
         self._pipes: list[Connection | None] = [None] * count
         self._processes: list[BaseProcess | None] = [None] * count
-        # Control pipes: they carry the array to leave, and answers. A process ends when its pipe is closed.
+        # Control pipes: they carry answers. A process ends when its pipe is closed.
         self._stops: list[Connection | None] = [None] * count
-        self.offsets: list[float] = [0.0] * count
         self.devices: list[DeviceInfo] = []
         # No device joins a machine.
         self.timeout, self.starting = 0.0, False
-        began = time.monotonic()
         try:
             for device in range(count):
                 self._start(device)
             self.devices = [self._info(device) for device in range(count)]
-            _begin_records(machine).add(TimeRecord(time.monotonic() - began))
         except BaseException:
             self.close()
             raise
@@ -86,7 +67,7 @@ class ProcessExecutor:
         machine_device, host = self._machine.devices[device], max(1, self._machine.host // len(self._machine.devices))
         args = (worker_pipe, end, machine_device, host, self._machine.disk, ProcessSettings.current())
         process = context.Process(target=_work, args=args, name=f"hfusion {machine_device.name}", daemon=False)
-        with nullcontext() if self._with_main else _main_left_out():
+        with _main_left_out():
             process.start()
         worker_pipe.close()
         end.close()
@@ -98,10 +79,8 @@ class ProcessExecutor:
         try:
             message = unpack_message(pipe.recv_bytes())
         except (EOFError, OSError) as error:
-            raise HFusionError(
-                f"the process of the device {self._machine.devices[device].name!r} ended before it began: a script "
-                'that trains on a cluster of processes must do so under if __name__ == "__main__"'
-            ) from error
+            name = self._machine.devices[device].name
+            raise HFusionError(f"the process of the device {name!r} ended before it began") from error
         if isinstance(message, Raised):
             raise message.error
         info: DeviceInfo = message
@@ -120,17 +99,11 @@ class ProcessExecutor:
             if pipe is not None:
                 _send(pipe, job)
 
-    def leave(self, device: int, name: str) -> None:
-        self._notify(device, name)
-
     def answer(self, device: int, members: list[int]) -> None:
-        self._notify(device, members)
-
-    def _notify(self, device: int, message: str | list[int]) -> None:
         stop = self._stops[device]
         with suppress(OSError):
             if stop is not None:
-                _send(stop, message)
+                _send(stop, members)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         devices = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
@@ -230,11 +203,7 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
 def _hear(end: Connection, trainer: ArrayTrainer) -> None:
     with suppress(EOFError, OSError):
         while True:
-            message = unpack_message(end.recv_bytes())
-            if isinstance(message, str):
-                trainer.leaving = message
-            else:
-                trainer.answers.put(message)
+            trainer.answers.put(unpack_message(end.recv_bytes()))
     trainer.stopping.set()
 
 

@@ -5,39 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 # Smaller relative differences are ignored: repeated runs differ as much on a machine that runs other programs.
 DIFFERS = 0.1
-# Seconds. A rate covers the last one or two windows, so that a device that becomes slow is noticed.
-_WINDOW = 30.0
-# Minibatches needed to measure a rate, since a single one may be an outlier.
-_LEAST = 3
 # Iterations of the fit; each halves the remaining error.
 _ROUNDS = 8
-
-
-@dataclass(eq=False)
-class ArrayProgress:
-    """Progress of an array on its device: ``steps`` minibatches were done at time ``at`` of the device's clock."""
-
-    steps: int
-    at: float
-
-    def __post_init__(self) -> None:
-        self._since = self._middle = (self.steps, self.at)
-
-    def reach(self, steps: int, at: float) -> None:
-        """Record that ``steps`` minibatches were done at time ``at``."""
-        self.steps, self.at = steps, at
-        if at - self._middle[1] >= _WINDOW and steps - self._middle[0] >= _LEAST:
-            self._since, self._middle = self._middle, (steps, at)
-
-    @property
-    def seconds(self) -> float | None:
-        """Recent seconds per minibatch; None until enough minibatches were reported."""
-        steps, at = self._since
-        return (self.at - at) / (self.steps - steps) if self.steps - steps >= _LEAST and self.at > at else None
 
 
 class Ratios:

@@ -72,10 +72,6 @@ class RayExecutor:
         return device.info
 
     @property
-    def offsets(self) -> list[float]:
-        return [device.offset for device in self._actor_devices]
-
-    @property
     def starting(self) -> bool:
         return self._nodes.beginning
 
@@ -86,9 +82,6 @@ class RayExecutor:
         name = job.name if isinstance(job, ArrayJob) else type(job).__name__
         train = self._actor_devices[device].actor.train.options(num_returns="streaming", name=f"train {name}")
         self._running[device] = train.remote(job)
-
-    def leave(self, device: int, name: str) -> None:
-        self._actor_devices[device].actor.leave.remote(name)
 
     def answer(self, device: int, members: list[int]) -> None:
         self._actor_devices[device].actor.answer.remote(members)
@@ -196,8 +189,6 @@ class ActorDevice:
     actor: Any = None
     answer: Any = None
     info: DeviceInfo | None = None
-    # Seconds by which the actor's clock is ahead of the driver's.
-    offset: float = 0.0
 
 
 class RayDevices:
@@ -261,13 +252,9 @@ class RayDevices:
     def _complete_start(self, device: ActorDevice) -> bool:
         try:
             device.info = self._ray.get(device.answer, timeout=_BEGIN)
-            sent_at = time.time()
-            actor_time = self._ray.get(device.actor.info.remote(), timeout=_BEGIN).clock_time
         except self._ray.exceptions.RayError as error:
             self._fail(device, f"failed: {str(error).strip().splitlines()[-1]}")
             return False
-        # Read at the midpoint of the request and its answer.
-        device.offset = actor_time - (sent_at + time.time()) / 2
         if device in self._waiting:
             self._waiting.remove(device)
         return True
@@ -429,9 +416,6 @@ class DeviceActor:
             if isinstance(message, End):
                 break
         thread.join()
-
-    def leave(self, name: str) -> None:
-        self._trainer.leaving = name
 
     def answer(self, members: list[int]) -> None:
         self._trainer.answers.put(members)

@@ -31,14 +31,8 @@ def pack(name: str, value: Any, parts: Mapping[int, str]) -> bytes:
 
 def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
     """Return the bytes as from `pack`, and the keys of the parts that were left out."""
-    target = io.BytesIO()
-    keys = _dump(name, value, parts, target)
-    return target.getvalue(), keys
-
-
-def _dump(name: str, value: Any, parts: Mapping[int, str], target: Any) -> set[str]:
     pickler: Any = _cloudpickle().Pickler
-    keys: set[str] = set()
+    target, keys = io.BytesIO(), set[str]()
 
     class Packer(pickler):  # type: ignore[misc]
         def persistent_id(self, obj: object) -> str | None:
@@ -57,7 +51,7 @@ def _dump(name: str, value: Any, parts: Mapping[int, str], target: Any) -> set[s
             f"{name} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
             "only this process has, such as open files, locks and generators"
         ) from error
-    return keys
+    return target.getvalue(), keys
 
 
 def _is_plain(value: object) -> bool:
@@ -81,25 +75,6 @@ def _of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size, trained: bool,
     # The clone is in memory allocated by torch, with the usual alignment of tensors.
     tensor = torch.frombuffer(bytearray(data), dtype=dtype).clone().reshape(shape)
     return nn.Parameter(tensor, trained) if is_parameter else tensor.requires_grad_(trained)
-
-
-class _Counter:
-    """A file that discards what is written and counts its bytes."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.count += size
-        return size
-
-
-def packed_bytes(name: str, value: Any) -> int:
-    """Return the number of bytes that `pack` produces for ``value``. Raises PlanError like `pack`."""
-    counter = _Counter()
-    _dump(name, value, {}, counter)
-    return counter.count
 
 
 def _no_parts(key: str) -> Any:

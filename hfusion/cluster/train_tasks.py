@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import os
-import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from hfusion.array.module import FusedModule
-from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.cluster import Cluster
-from hfusion.cluster.driver import Drive
-from hfusion.cluster.jobs import RunOptions, check_schedulers, planned, sent_task
-from hfusion.cluster.process_choice import MAX_FAILURES, ArraySeconds, choose_processes, devices_at_once
-from hfusion.cluster.process_executor import ProcessExecutor, begin_seconds
-from hfusion.cluster.reachable import copy_obstacle
 from hfusion.core.errors import PlanError
 from hfusion.core.event_log import EventLog
 from hfusion.core.resuming import resume_folder
-from hfusion.device.machine import Device, Machine
-from hfusion.schedule.plan import Plan, Processes
+from hfusion.device.machine import Machine
+from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import DEFAULT, Policy, named
-from hfusion.tasks.arrange import Arrangement, arrange, checked_plan
+from hfusion.tasks.arrange import arrange, checked_plan
 from hfusion.tasks.array_log import ArrayEvent, ArrayLogs
-from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import listed, reserve_tensors
 from hfusion.tasks.stopping import OnResult
 from hfusion.tasks.task import Task
-from hfusion.tasks.train import TrainError, train_arranged
+from hfusion.tasks.train import train_arranged
 from hfusion.tasks.training_report import Report
 
 _MACHINE = "Give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
@@ -42,10 +28,6 @@ _MACHINE = "Give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 
 def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
     """Plan the training of one or several tasks: which members run together, where, and in how many shards.
-
-    The plan also chooses one process, or one per device (``plan.processes``). To change that, use
-    ``dataclasses.replace``: ``replace(plan, processes=None)`` decides again, and ``replace(plan.processes, count=1)``
-    uses one process.
 
     Args:
         tasks: one task or several.
@@ -73,7 +55,7 @@ def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
     machine = Machine.detect() if machine is None else machine
     if not isinstance(machine, Machine):
         raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}.")
-    return _arranged(listed(tasks), machine, keep=True)[1]
+    return arrange(listed(tasks), machine)[1]
 
 
 def train(
@@ -82,6 +64,7 @@ def train(
     policy: str | Policy = DEFAULT,
     *,
     plan: Plan | None = None,
+    processes: int | None = None,
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
@@ -93,11 +76,14 @@ def train(
     Args:
         tasks: one task, or several with different names that train no memory in common.
         machine: devices with budgets, host memory and a folder; by default this machine, see `Machine.detect`. Or an
-            `hfusion.Cluster`. If one process would keep several devices waiting for Python, each device gets a process
-            of its own, with the same results, see `hfusion.plan`. Callbacks and ``on_result`` run in this process.
+            `hfusion.Cluster`.
         policy: which unit a device runs next: one of `hfusion.schedule.policy.POLICIES` or its name. With more tasks
             than devices, only a patient policy keeps a shard on its device.
         plan: a plan from `hfusion.plan` for these tasks and this machine, possibly changed. Default: plan now.
+        processes: 1, the default: this process trains on all devices. As many as the machine has devices: each gets
+            a process of its own, as by ``hf.Cluster(machine)``, with the same results. That is faster where Python
+            keeps the devices waiting. The processes train with copies of the loaders, losses and optimizers. Callbacks
+            and ``on_result`` run in this process.
         progress: show a bar per task, or ten lines if the output is not a terminal or a notebook.
         checkpoint: a folder in which each task is saved during training, and from which it resumes. Finished tasks are
             not trained again. Default: no saves.
@@ -133,9 +119,23 @@ def train(
     """
     checkpoint = resume_folder("train") if checkpoint is None else checkpoint
     machine = Machine.detect() if machine is None else machine
+    if isinstance(machine, Machine) and processes not in (None, 1):
+        if processes != len(machine.devices):
+            raise PlanError(f"processes={processes!r} for {len(machine.devices)} devices: give 1, or one per device")
+        machine = Cluster(machine)
+    elif isinstance(machine, Cluster) and processes is not None:
+        raise PlanError("processes is for an hf.Machine: a cluster has a process for each of its devices")
     if isinstance(machine, Cluster):
-        options: dict[str, Any] = {"plan": plan, "progress": progress, "checkpoint": checkpoint, "every": every}
-        return machine.train(tasks, policy, **options, resume=resume, on_result=on_result)
+        return machine.train(
+            tasks,
+            policy,
+            plan=plan,
+            progress=progress,
+            checkpoint=checkpoint,
+            every=every,
+            resume=resume,
+            on_result=on_result,
+        )
     if not isinstance(machine, Machine):
         raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}, or an hf.Cluster.")
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
@@ -143,20 +143,13 @@ def train(
         stack.enter_context(reserve_tensors(tasks))
         # If tasks alternate on a device, a kept shard would be loaded and evicted at every switch.
         keep = chosen.patient or len(tasks) <= len(machine.devices)
-        arrangements, run_plan = _arranged(tasks, machine, keep=keep, on_result=on_result)
+        arrangements, run_plan = arrange(tasks, machine, keep=keep)
         if plan is not None:
-            run_plan = _with_processes(checked_plan(plan, run_plan), run_plan, arrangements, machine, on_result)
+            run_plan = checked_plan(plan, run_plan)
         check_every(every)
         if root is not None:
             check_folder(root, [arrangement.plan.name for arrangement in arrangements], resume=resume)
         log = stack.enter_context(EventLog(root, "train", arrays=len(arrangements)))
-        if run_plan.processes is not None and run_plan.processes.count > 1:
-            shared = RunOptions(root and root.absolute(), every, DEFAULT, on_result is not None)
-            run = _ProcessRun(arrangements, run_plan, machine, shared, log)
-            report = run.train(on_result, progress=progress)
-            if report is not None:
-                return report
-            run_plan = replace(run_plan, processes=Processes(1, f"processes could not begin: {run.trouble}"))
         logs = ArrayLogs(
             log, [(arrangement.plan.name, arrangement.task, arrangement.members) for arrangement in arrangements]
         )
@@ -166,111 +159,3 @@ def train(
 
         trained = arrangements, run_plan, machine, chosen, progress, root, every, on_result
         return train_arranged(*trained, listen=None if root is None else listen)
-
-
-class _ProcessRun:
-    """A run with one process per device. ``trouble``: why the processes could not start; empty before."""
-
-    def __init__(
-        self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, options: RunOptions, log: EventLog
-    ) -> None:
-        self._arrangements, self._plan, self._options, self.trouble = arrangements, plan, options, ""
-        self._log = log
-        devices = [Device(device.device, device.name, memory=plan.devices[device.name]) for device in machine.devices]
-        self._machine = Machine(devices, machine.host, machine.disk)
-
-    def train(self, on_result: OnResult | None, *, progress: bool) -> Report | None:
-        """Return the report; None, with a warning, if processes do not start or an array fails before any result.
-
-        The caller then trains in this process, since the cause may be code that only this process has. An error with
-        another cause occurs again there.
-        """
-        states, drive = torch.get_rng_state(), None
-        try:
-            with ExitStack() as stack:
-                executor = ProcessExecutor(self._machine, with_main=False)
-                stack.callback(executor.close)
-                arrays = planned(self._arrangements, self._plan, executor.devices, self._options)
-                drive = Drive(arrays, executor, MAX_FAILURES, self._log, on_result, ends_at_failure=True)
-                if progress:
-                    bars = TaskBars([(task.name, task.steps) for task in self._plan.tasks], [0] * len(arrays.arrays))
-                    drive.show = stack.enter_context(bars).reach
-                return drive.run()
-        except Exception as error:
-            if drive is not None and (drive.heard or not isinstance(error, TrainError) or not drive.unstarted):
-                raise
-            self.trouble = f"{type(error).__name__}: {error}"
-        torch.set_rng_state(states)
-        warnings.warn(f"hf.train goes on in one process, as processes could not begin: {self.trouble}", stacklevel=3)
-        return None
-
-
-def _arranged(
-    tasks: Sequence[Task], machine: Machine, *, keep: bool, on_result: OnResult | None = None
-) -> tuple[list[Arrangement], Plan]:
-    """Return the arrays of tasks and their plan; with several devices, the plan includes the choice of processes."""
-    began = time.monotonic()
-    arrangements, plan = arrange(tasks, machine, keep=keep)
-    if len(machine.devices) == 1:
-        return arrangements, plan
-    seconds = time.monotonic() - began
-    return arrangements, replace(plan, processes=_processes(arrangements, plan, machine, seconds, on_result))
-
-
-def _with_processes(
-    plan: Plan, default_plan: Plan, arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None
-) -> Plan:
-    """Return ``plan`` with the processes of ``default_plan`` if it has none; one process if more are impossible."""
-    processes = plan.processes or default_plan.processes
-    if processes is not None and processes.count > 1 and (obstacle := _obstacle(arrangements, machine, on_result)):
-        processes = Processes(1, f"{processes.reason}; but {obstacle}")
-    return replace(plan, processes=processes)
-
-
-def _processes(
-    arrangements: Sequence[Arrangement],
-    plan: Plan,
-    machine: Machine,
-    seconds: float,
-    on_result: OnResult | None,
-) -> Processes:
-    """Choose the number of processes. ``seconds``: how long arranging took, which every process repeats."""
-    largest = max(machine.devices, key=lambda device: device.memory)
-    rates, count = machine.calibrate()[largest.name], len(machine.devices)
-    arrays = [
-        ArraySeconds.of(arrangement, task_plan, rates)
-        for arrangement, task_plan in zip(arrangements, plan.tasks, strict=True)
-    ]
-    startup = begin_seconds(machine) + seconds * -(-len(arrays) // count) / len(arrays)
-    at_once = devices_at_once(count, rates, torch.get_num_threads())
-    processes = choose_processes(arrays, count, at_once, startup)
-    if processes.count > 1 and (obstacle := _obstacle(arrangements, machine, on_result)):
-        return Processes(1, f"{processes.reason}; but {obstacle}")
-    return processes
-
-
-def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None) -> str:
-    """Return why arrays cannot be trained in other processes with the same results; empty if they can."""
-    tasks = list({id(arrangement.task): arrangement.task for arrangement in arrangements}.values())
-    for task in tasks:
-        for model in [task.models] if isinstance(task.models, FusedModule) else ():
-            device = next((tensor.device for _, tensor in tensors(model) if tensor.device.type != "cpu"), None)
-            if device is not None:
-                return f"the array of the task {task.name!r} is on {device}, where another process would need it twice"
-    listeners = [*([] if on_result is None else [on_result]), *(value for task in tasks for value in task.callbacks)]
-    sent = [value for task in tasks for value in _read_while_training(task)]
-    try:
-        check_schedulers(tasks)
-    except PlanError as error:
-        return str(error)
-    parcels = (
-        (f"the task {arrangement.task.name!r}", sent_task(arrangement.task, arrangement.members))
-        for arrangement in arrangements
-    )
-    return copy_obstacle(listeners, sent, parcels, machine)
-
-
-def _read_while_training(task: Task) -> list[object]:
-    """Return the user's objects that training reads. Listed models are left out, since they are copied first."""
-    objects: list[object] = [task.loader, task.eval_loader, task.loss, task.optimizer, task.scheduler]
-    return [*objects, task.models] if isinstance(task.models, FusedModule) else objects

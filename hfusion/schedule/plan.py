@@ -48,7 +48,6 @@ class Plan:
         devices: names and budgets in bytes.
         load_rate, evict_rate: bytes/s from host to device and back. Each device has its own link.
         action_seconds: the overhead of an action that computes.
-        processes: the processes that train; None if there is no choice.
 
     Raises:
         PlanError: names repeat, there is no device, a number is out of range, or a task fits no device.
@@ -59,7 +58,6 @@ class Plan:
     load_rate: float
     evict_rate: float
     action_seconds: float = 0.0
-    processes: Processes | None = None
 
     def __post_init__(self) -> None:
         names: set[str] = set()
@@ -77,10 +75,6 @@ class Plan:
                 raise PlanError(f"{label} is {rate} bytes/s: it must be positive")
         if not 0 <= self.action_seconds < math.inf:
             raise PlanError(f"action_seconds is {self.action_seconds}: it must be finite and at least 0")
-        if self.processes is not None and self.processes.count not in (1, len(self.devices)):
-            raise PlanError(
-                f"{self.processes.count} processes for {len(self.devices)} devices: give 1, or one for each device"
-            )
         self._check_room()
 
     def _check_room(self) -> None:
@@ -133,8 +127,7 @@ class Plan:
     def __str__(self) -> str:
         largest = max(self.devices.values())
         rows = [_row(task, largest) for task in self.tasks]
-        processes = [] if self.processes is None else [f"  {self.processes}"]
-        return "\n".join([self._headline(), *processes, *aligned([_HEAD, *rows], left=2)])
+        return "\n".join([self._headline(), *aligned([_HEAD, *rows], left=2)])
 
     def __repr__(self) -> str:
         return f"<{self._headline()}>"

@@ -25,7 +25,7 @@ class ArrayNote:
     """An event of an array other than its results.
 
     Attributes:
-        event: started, resumed, copied (before a save is written), saved, stopped, finished, failed, lost or moved.
+        event: started, resumed, copied (before a save is written), saved, stopped, finished, failed or lost.
         minibatches: how many it had been trained on.
         members: those that have stopped.
         error: the first line of one.

@@ -27,7 +27,6 @@ class Border:
         plan: the plan of the array.
         streams: its sources of minibatches: for training and, if there is an eval loader, for evaluation.
         on_result: returns the members that stop. It is called with the lock ``asking`` held.
-        leaves: called between minibatches. If it returns True, the array ends here to continue elsewhere.
         listen: called with every event of the array, if given.
     """
 
@@ -41,12 +40,11 @@ class Border:
         stopped: StoppedMembers,
         on_result: OnResult | None,
         asking: Lock,
-        leaves: Callable[[], bool],
         listen: Callable[[ArrayEvent], None] | None,
     ) -> None:
         self.setup, self.plan, self.training, self.streams = arrangement, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
-        self._on_result, self._asking, self._leaves, self._listen = on_result, asking, leaves, listen
+        self._on_result, self._asking, self._listen = on_result, asking, listen
         # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
         self._ended = self._heard = 0
 
@@ -91,10 +89,6 @@ class Border:
             epoch, step = divmod(unit.step, plan.evaluated)
             if step == plan.evaluated - 1:
                 self._evaluated(epoch, broken)
-        if plan.ended(unit) not in (None, plan.steps) and self._leaves():
-            self.arrive()
-            training.state.settle()
-            training.over = training.over or not broken()
 
     def arrive(self) -> None:
         """Wait for the losses of all minibatches that have ended, and pass them to callbacks."""

@@ -97,8 +97,6 @@ def train_array(
     policy: str,
     checkpoint: Path | None,
     every: int | None,
-    leaves: Callable[[], bool],
-    task_plan: TaskPlan | None = None,
     on_result: OnResult | None = None,
     listen: ArrayListener | None = None,
 ) -> Report:
@@ -106,15 +104,10 @@ def train_array(
 
     Args:
         checkpoint: the existing folder of the run.
-        leaves: called between minibatches. If it returns True, the array is saved and training ends, so that it can
-            continue elsewhere.
-        task_plan: the plan of the array; None: plan here.
         listen: see `train_arranged`.
     """
     arranged, plan = arrange_one(task, members, name, machine)
-    if task_plan is not None:
-        plan = replace(plan, tasks=(task_plan,))
-    return train_arranged(arranged, plan, machine, named(policy), False, checkpoint, every, on_result, leaves, listen)
+    return train_arranged(arranged, plan, machine, named(policy), False, checkpoint, every, on_result, listen)
 
 
 def train_arranged(
@@ -126,7 +119,6 @@ def train_arranged(
     checkpoint: Path | None,
     every: int | None,
     on_result: OnResult | None,
-    leaves: Callable[[], bool] = lambda: False,
     listen: ArrayListener | None = None,
 ) -> Report:
     """Train arrays by a plan in this process, see `hfusion.train`. `check_folder` must have checked ``checkpoint``.
@@ -145,7 +137,7 @@ def train_arranged(
                 checkpoint, arrangements, most, len(plan.devices), lambda index, event: run.note(index, event)
             )
             stack.callback(saves.close)
-        run = _TrainRun(arrangements, plan, machine, stack, saves, on_result, leaves, listen)
+        run = _TrainRun(arrangements, plan, machine, stack, saves, on_result, listen)
         for index, why in run.eager.items():
             if not arrangements[index].task.compile:
                 # No warning: compile is False, or None, which compiles only if that pays.
@@ -169,7 +161,6 @@ class _TrainRun:
         stack: ExitStack,
         saves: Checkpoints | None,
         on_result: OnResult | None,
-        leaves: Callable[[], bool],
         listen: ArrayListener | None,
     ) -> None:
         self.arrangements, self._listen = arrangements, listen
@@ -181,7 +172,7 @@ class _TrainRun:
         # The device of each array that has begun.
         self._computing: Mapping[int, str] = {}
         self.saves = saves
-        self._on_result, self._asking, self._leaves = on_result, Lock(), leaves
+        self._on_result, self._asking = on_result, Lock()
         self.plan = plan
         self._steps: dict[int, ArrayStep] = {}
         # For each array that runs eagerly, the reason.
@@ -253,7 +244,7 @@ class _TrainRun:
         if index in self._steps:
             stack.callback(self._steps[index].close)
         listen = None if self._listen is None else partial(self.note, index)
-        callbacks = self._on_result, self._asking, self._leaves, listen
+        callbacks = self._on_result, self._asking, listen
         border = Border(setup, plan, training, streams, scheduler, stopped, *callbacks)
         if saved is not None:
             resume_from(saved, border)
@@ -262,8 +253,7 @@ class _TrainRun:
         return border
 
     def _note_end(self, border: Border) -> None:
-        # `over` would not do: it is also set if the array leaves to continue elsewhere.
-        if border.stopped.all or border.training.minibatches == border.plan.steps:
+        if border.training.over or border.training.minibatches == border.plan.steps:
             border.note(ArrayNote("finished", border.training.minibatches))
 
     def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:

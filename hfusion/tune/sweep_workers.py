@@ -71,7 +71,7 @@ class LocalWorkers:
     def __init__(self, machine: Machine, recipe: SweepRecipe, processes: int = 0) -> None:
         device = largest(machine)
         rates = machine.calibrate()[device.name]
-        self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
+        self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates)]
         self.lost_devices: Collection[int] = ()
         self.busy: Collection[int] = ()
         self._started: dict[str, RowsCall] = {}

@@ -14,7 +14,7 @@ from hfusion.cluster.jobs import RunOptions, arranged
 from hfusion.cluster.messages import DeviceInfo
 from tests.trained import RATES
 
-DEVICE = DeviceInfo("one", torch.device("cpu"), 1 << 20, RATES, 0.0)
+DEVICE = DeviceInfo("one", torch.device("cpu"), 1 << 20, RATES)
 
 
 def test_a_device_of_a_new_kind_has_its_own_estimates() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import hfusion as hf
-from hfusion.schedule.plan import Processes
 from tests.cluster.temporary_files import emptied_temporary
 from tests.cluster.test_process_executor import Net, assert_same, machine, samples, tasks
 
 pytest.importorskip("cloudpickle")
-SEVERAL = Processes(2, "asked for")
 LONG = pytest.mark.cluster
 
 
@@ -33,15 +32,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
 
 
-def trained(task_list: list[hf.Task], folder: Path, processes: Processes | None, **options: Any) -> Any:
-    devices = machine(folder, 2)
-    plan = replace(hf.plan(task_list, devices), processes=processes)
+def trained(task_list: list[hf.Task], folder: Path, processes: int, **options: Any) -> Any:
     torch.manual_seed(1)
-    return hf.train(task_list, devices, plan=plan, **options)
+    return hf.train(task_list, machine(folder, 2), processes=processes, **options)
 
 
 def in_one(task_list: list[hf.Task], folder: Path, **options: Any) -> Any:
-    return trained(task_list, folder, Processes(1, "asked for"), **options)
+    return trained(task_list, folder, 1, **options)
 
 
 def stopping(heard: list[Any]) -> Callable[[Any], Any]:
@@ -80,7 +77,7 @@ def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
 
     options = [{"on_result": stopping(heard[f"{name} asked"])} if stops else {} for name in ("one", "two")]
     expected = in_one(make_tasks("one"), tmp_path, **options[0])
-    report = trained(make_tasks("two"), tmp_path, SEVERAL, **options[1])
+    report = trained(make_tasks("two"), tmp_path, 2, **options[1])
     for name in expected:
         assert torch.equal(report[name].losses.nan_to_num(-1.0), expected[name].losses.nan_to_num(-1.0))
         assert report[name].stopped == expected[name].stopped
@@ -95,8 +92,6 @@ def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
     assert expected_rows == rows
     assert by_array(heard["two"]) == by_array(heard["one"])
     assert by_array(heard["two asked"]) == by_array(heard["one asked"])
-    assert report.plan.processes == SEVERAL
-    assert "2 processes, one for each device" in str(report.plan)
     if not stops:
         report.timeline.validate(report.plan)
     assert {span.device for span in report.timeline.actions} == {"cpu:0", "cpu:1"}
@@ -116,13 +111,12 @@ def breaking(at: int) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("order", ["one two", pytest.param("two one", marks=LONG)])
 def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: Path) -> None:
-    """Bit for bit, and an error of a callback ends the run as it does in one process."""
-    choice = {"one": Processes(1, "asked for"), "two": SEVERAL}
-    first, second = (choice[name] for name in order.split())
+    """Bit for bit. In one process the error of a callback ends the run; in several, the other arrays are trained."""
+    first, second = ({"one": 1, "two": 2}[name] for name in order.split())
     whole: list[int] = []
     expected = in_one(tasks(lambda event: whole.append(event.epoch)), tmp_path)
     saves = {"checkpoint": tmp_path / "saves", "every": 2}
-    with pytest.raises(hf.TrainError, match=r"task 'mixed\.[01]' failed: Broken: enough; finished before: ") as caught:
+    with pytest.raises(hf.TrainError, match=r"task 'mixed(\.[01])?' failed: Broken: enough; finished") as caught:
         trained(tasks(breaking(9)), tmp_path, first, **saves)
     assert isinstance(caught.value.__cause__, Broken)
     assert {path.name.split(".")[0] for path in (tmp_path / "saves").iterdir()} <= {"mixed", "plain", "logs"}
@@ -145,7 +139,7 @@ def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> No
         return new_tasks
 
     trained_tasks, expected_tasks = make_tasks(), make_tasks()
-    trained(trained_tasks, tmp_path, SEVERAL)
+    trained(trained_tasks, tmp_path, 2)
     in_one(expected_tasks, tmp_path)
     for trained_task, expected_task in zip(trained_tasks, expected_tasks, strict=True):
         for key, value in expected_task.models.state_dict().items():
@@ -161,16 +155,31 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        trained(tasks(interrupt), tmp_path / "spill", SEVERAL)
+        trained(tasks(interrupt), tmp_path / "spill", 2)
     assert not list(tmp_path.glob("spill/*"))
+
+
+def test_processes_are_one_or_one_per_device(tmp_path: Path) -> None:
+    (task, *_) = tasks()
+    with pytest.raises(hf.PlanError, match="processes=3 for 2 devices: give 1, or one per device"):
+        hf.train(task, machine(tmp_path, 2), processes=3)
+    with pytest.raises(hf.PlanError, match=r"processes is for an hf\.Machine"):
+        hf.train(task, hf.Cluster(machine(tmp_path, 2)), processes=2)
+
+
+def test_what_cannot_be_sent_is_an_error(tmp_path: Path) -> None:
+    (task, *_), lock = tasks(), threading.Lock()
+    locked = replace(task, loss=lambda output, target: F.cross_entropy(output, target) if lock else output)
+    with pytest.raises(
+        hf.TrainError, match="PlanError: the task 'mixed' cannot go to another process, as pickle fails"
+    ):
+        hf.train(locked, machine(tmp_path, 2), processes=2)
 
 
 SCRIPT = """
 import torch, torch.nn.functional as F
-from dataclasses import replace
 from torch import nn
 import hfusion as hf
-from hfusion.schedule.plan import Processes
 print("begun")
 SCALE = 2.0
 class Net(nn.Module):
@@ -188,14 +197,12 @@ def made():
 machine = hf.Machine([hf.Device(f"cpu:{n}", memory="256MiB") for n in range(2)], host="1GiB", disk=FOLDER)
 reports = []
 for count in (1, 2):
-    tasks = made()
-    plan = replace(hf.plan(tasks, machine), processes=Processes(count, "asked for"))
-    reports.append(hf.train(tasks, machine, plan=plan))
+    reports.append(hf.train(made(), machine, processes=count))
 for name in "ab":
     for one, other in zip(*(report[name].models for report in reports)):
         assert type(one) is type(other) is Net
         assert torch.equal(one.linear.weight, other.linear.weight)
-print(reports[1].plan.processes)
+print("the same")
 """
 
 
@@ -208,5 +215,5 @@ def test_a_script_without_a_guard(by: str, tmp_path: Path) -> None:
     command = [sys.executable, *([str(path)] if by == "file" else ["-"])]
     done = subprocess.run(command, input=text if by == "stdin" else None, capture_output=True, text=True)
     assert done.stderr == ""
-    assert done.stdout == "begun\n2 processes, one for each device: asked for\n"
+    assert done.stdout == "begun\nthe same\n"
     assert multiprocessing.active_children() == []
