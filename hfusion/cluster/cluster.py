@@ -42,8 +42,8 @@ class Cluster:
         disk: a folder on each node for what exceeds ``host``.
         max_failures: how often the process of an array may be lost before the array is given up.
         timeout: for how many seconds to wait for a device of Ray while there is none, at the start and if all are lost.
-        devices: how many devices to ask Ray's autoscaler for, each with ``num_cpus``, ``num_gpus`` and ``resources``.
-            The run begins with the first ones; the others join it.
+        devices: how many processes to start, each with ``num_cpus``, ``num_gpus`` and ``resources``. Ray places them,
+            and its autoscaler starts nodes for them. The run begins with the first ones; the others join it.
 
     Raises:
         PlanError: a value is out of range, or an option of Ray is given with a machine.

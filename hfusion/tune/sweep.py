@@ -344,7 +344,7 @@ def _workers(
             from hfusion.tune.cluster_workers import ClusterWorkers
 
             try:
-                several = ProcessExecutor(machine, with_main=False)
+                several = ProcessExecutor(machine)
                 stack.callback(several.close)
                 return ClusterWorkers(several, recipe, maker.models), recipe, chosen
             except Exception as error:
