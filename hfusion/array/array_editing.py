@@ -150,7 +150,6 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     joining = check_joining(fused, sources)
     members = len(fused)
     fused._split()
-    fused._views.settle()
     kinds, partly, before = Kinds.of(fused), fused._array.comparison.partly, fused._array
     for index, model in joining.items():
         kinds.add(index, model)

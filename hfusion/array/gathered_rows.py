@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Kinds, changed_tensors, enter, resize
-from hfusion.array.member_module import RowView
-from hfusion.array.member_views import Views
-from hfusion.array.members_apart import MembersApart
+from hfusion.array.member_views import Member, MembersApart, Views
 from hfusion.array.program_reuse import Kin, trust
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows
@@ -27,6 +25,7 @@ from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, mark_absent
+from hfusion.core.membership import is_own_hook
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import write_rows
 from hfusion.torch_private.module_hooks import has_global_hooks
@@ -92,7 +91,6 @@ class GatheredRows:
     def of(cls, whole: FusedModule, rows: Sequence[int]) -> Self:
         """Create an array of members ``rows`` of ``whole``. Raises FusionError, see `load`."""
         gathered = cls(whole, part_of(whole, rows, cls._room), list(rows), {})
-        gathered.array._views = GatheredViews(gathered.array)
         gathered._find_kin(gathered.array._compiler, Kinds.of(gathered.array).contents)
         gathered.load(rows)
         return gathered
@@ -143,8 +141,8 @@ class GatheredRows:
         stacks = dict(tensors(self.whole))
         for name, tensor in tensors(self.array):
             stack = stacks[name]
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != stack.requires_grad:
-                tensor.requires_grad_(stack.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(_trains(stack, self.rows))
             if id(tensor) in visited:
                 continue
             visited.add(id(tensor))
@@ -160,8 +158,6 @@ class GatheredRows:
                 resize(tensor, rows, False)
             else:
                 tensor.detach().copy_(rows)
-            frozen = frozen_rows(stack)
-            freeze_rows(tensor, None if frozen is None else frozen[self.rows])
         if resized:
             self.array._mark()
 
@@ -201,7 +197,8 @@ class GatheredRows:
                     f"{name} must be a tensor whose rows can be taken out, got {type(tensor).__name__}. Step all rows, "
                     "or choose them before fully_shard or whatever replaced it."
                 )
-            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+            if not all(is_own_hook(hook) for hooks in held for hook in (hooks or {}).values()):
                 raise FusionError(
                     f"{name} of a fused {whole._original} has a hook, which takes the gradients of all members: step "
                     "all rows, or remove it"
@@ -233,26 +230,19 @@ class GatheredRows:
                 f"members {rows[0]} and {other} of a fused {whole._original} are in different modes: step them in "
                 "calls of their own, rows=[...] for each mode"
             )
+        for name, stack in whole.stacks.items():
+            frozen = frozen_rows(stack)
+            if frozen is not None and len(frozen[list(rows)].unique()) > 1:
+                raise FusionError(
+                    f"some of the members {list(rows)} of a fused {whole._original} train {name}, others do not: step "
+                    "them in calls of their own, rows=[...] for each kind"
+                )
         return dict(modes[rows[0]])
 
     def _find_kin(self, compiler: Compiler, contents: Sequence[Any]) -> None:
         """Let ``compiler`` derive programs from those of the whole array, if there are any."""
         compiler.opens = self.whole._compiler.opens
         compiler.kin = WholeKin(self.whole, Kin(self.array, compiler, tuple(contents)))
-
-
-class GatheredViews(Views):
-    """Views of gathered rows, whose members are never handed out: only frozen parameters need to be tracked."""
-
-    def settle(self) -> None:
-        """Clear the gradients of members that do not train a parameter."""
-        fused = self._fused()
-        for stack in fused.parameters() if fused is not None else ():
-            frozen = frozen_rows(stack)
-            if frozen is not None and stack.grad is not None:
-                absent = absent_rows(stack.grad)
-                stack.grad[frozen.to(stack.device)] = 0
-                mark_absent(stack.grad, frozen if absent is None else frozen | absent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,12 +288,15 @@ class MemberBlock(GatheredRows):
         shared, stacks = self.array._array.comparison.shared, dict(tensors(self.whole))
         for name, tensor in tensors(self.array):
             stack = stacks[name]
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != stack.requires_grad:
-                tensor.requires_grad_(stack.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(_trains(stack, self.rows))
             tensor.data = stack.detach() if name in shared else _view(stack, self.rows)
-            if name not in shared:
-                frozen = frozen_rows(stack)
-                freeze_rows(tensor, None if frozen is None else frozen[self.rows])
+
+
+def _trains(stack: Tensor, rows: Sequence[int]) -> bool:
+    """Return whether members ``rows``, which train the same parameters, train a stack."""
+    frozen = frozen_rows(stack)
+    return stack.requires_grad and not (frozen is not None and bool(frozen[rows[0]]))
 
 
 def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:
@@ -325,7 +318,6 @@ class BlockGradients:
     @torch.no_grad()
     def take(self, block: MemberBlock) -> None:
         """Move the gradients of ``block`` into the rows of its members; gradients of shared tensors are summed."""
-        block.array._views.settle()
         shared, rows = block.array._array.comparison.shared, slice(block.rows[0], block.rows[-1] + 1)
         for name, param in block.array.named_parameters():
             grad, param.grad = param.grad, None
@@ -401,7 +393,7 @@ class SliceViews(Views):
         super().follow(fused)
 
     @property
-    def members_by_row(self) -> dict[int, RowView]:
+    def members_by_row(self) -> dict[int, Member]:
         """The members by their rows in the slice."""
         return {index: self._whole._views.members[row] for index, row in enumerate(self._chosen)}
 
@@ -429,10 +421,12 @@ class SliceViews(Views):
             enter(fused, before.contents, contents, replace(fused._array, skeletons=skeletons, comparison=comparison))
         for name, stack in fused.stacks.items():
             whole_stack = whole.stacks[name]
-            if stack.requires_grad != whole_stack.requires_grad and name not in fused._array.comparison.shared:
-                stack.requires_grad_(whole_stack.requires_grad)
             frozen = frozen_rows(whole_stack)
-            freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
+            rows = None if frozen is None else frozen[list(self._chosen)]
+            trained = whole_stack.requires_grad and not (rows is not None and bool(rows.all()))
+            if stack.requires_grad != trained and name not in fused._array.comparison.shared:
+                stack.requires_grad_(trained)
+            freeze_rows(stack, rows if trained else None)
         self.note(fused)
 
     def heed(self, fused: FusedModule, calling: bool = False) -> MembersApart | None:
@@ -440,12 +434,11 @@ class SliceViews(Views):
         self.update(fused)
         whole, members = self._whole, self.members_by_row
         modes = {index: member.training for index, member in members.items()}
-        hooked = {index: where for index, member in members.items() if (where := member.hooked)}
-        if hooked or any(member_modes != modes[0] for member_modes in modes.values()):
+        apart = any(member.hooked or modes[index] != modes[0] for index, member in members.items())
+        if whole._views.split is not None and (apart or any(frozen_rows(s) is not None for s in fused.stacks.values())):
             raise FusionError(
                 f"members {list(self._chosen)} of a fused {fused._original} cannot be computed together: "
-                f"{whole._views.split.why if whole._views.split is not None else hooked}; call the whole array, or "
-                "the members by themselves: fused[i](...)"
+                f"{whole._views.split.why}. Call the whole array, or the members by themselves: fused[i](...)"
             )
         for path, branch in fused.named_modules(remove_duplicate=False):
             branch.training = modes[0][path]

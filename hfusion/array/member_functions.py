@@ -24,14 +24,10 @@ from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
-from hfusion.core.row_gradients import settle
 from hfusion.core.row_indices import check_once, rows_of
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.torch_private.functorch import in_transform, vmap_fallback_refused
-
-# A function runs member by member once the values that it reads besides its arguments have changed this often.
-MAX_STATES = 16
 
 
 @runtime_checkable
@@ -44,23 +40,6 @@ class Members(Protocol):
     def each(self, fn: Any, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Vmapped:
-    """Calls run by `torch.func.vmap`, whose results equal those of the loop over members."""
-
-
-@dataclass(frozen=True)
-class _Looped:
-    """Calls run member by member, because of ``why``."""
-
-    why: str
-
-
-_TOO_MANY = _Looped(
-    f"values it reads besides its arguments have changed {MAX_STATES} times: pass them as further arguments"
-)
-
-
 class MemberFunction:
     """A function of one member, for all of them; see `each`."""
 
@@ -68,8 +47,8 @@ class MemberFunction:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._buffers = fn, buffers
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        # By the kind of call, and by the values that the function reads besides its arguments.
-        self._plans: dict[Any, dict[Any, _Vmapped | _Looped]] = {}
+        # By the kind of call, why it runs member by member; empty if by `torch.func.vmap`.
+        self._loops: dict[Any, str] = {}
 
     def __repr__(self) -> str:
         return f"each({self._name})"
@@ -123,8 +102,7 @@ class MemberFunction:
 
     def report(self) -> FusionReport:
         """Report why calls run in a loop over members; there is no line if they run by `torch.func.vmap`."""
-        plans = [plan for plans in self._plans.values() for plan in plans.values()]
-        reasons = dict.fromkeys(plan.why for plan in plans if isinstance(plan, _Looped))
+        reasons = dict.fromkeys(filter(None, self._loops.values()))
         return FusionReport((), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
 
     def _run_alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -150,25 +128,30 @@ class MemberFunction:
             raise ValueError(
                 f"{self!r} got different values of the members that are no tensors; give a tensor [B, ...]"
             )
-        # Apply tensors and gradients that were assigned to members to the stacks.
+        # Apply tensors that were assigned to members to the stacks.
         fused._split()
-        settle(fused.parameters())
         named = dict(fused.named_parameters()) | (dict(fused.named_buffers()) if self._buffers else {})
         for name, tensor in named.items():
             self._check_tensor(name, tensor)
-        whole = self._whole(named, arguments, len(fused))
-        groups: dict[Any, list[int]] = {}
-        absent = {name: _absent(tensor) for name, tensor in named.items()}
+        for leaf in arguments.leaves:
+            if isinstance(leaf, StackedInput) and len(leaf.tensor) != len(fused):
+                raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {len(fused)} members: give one for each")
+        stacks = {("params", name): tensor.detach() for name, tensor in named.items()}
+        stacks |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
+        shared = frozenset(key for key in stacks if not has_rows(named[key[1]]))
+        whole = MemberFunctionCall(tuple(range(len(fused))), stacks, shared, arguments.mapped(Tensor.detach))
+        # Members that have gradients of the same parameters run together.
+        groups: dict[frozenset[str], list[int]] = {}
+        absent = {
+            name: flags
+            for name, t in named.items()
+            if t.grad is not None and (flags := absent_rows(t.grad)) is not None
+        }
         for row in rows:
-            without_grad = frozenset(name for name, flags in absent.items() if flags is not None and flags[row])
-            groups.setdefault(without_grad, []).append(row)
+            groups.setdefault(frozenset(name for name, flags in absent.items() if flags[row]), []).append(row)
         for without_grad, members in groups.items():
-            tensors = {
-                (kind, name): tensor
-                for (kind, name), tensor in whole.tensors.items()
-                if not (kind == "grads" and name in without_grad)
-            }
-            with selected(MemberFunctionCall(whole.rows, tensors, whole.shared, whole.arguments), members) as call:
+            tensors = {key: t for key, t in stacks.items() if key[0] == "params" or key[1] not in without_grad}
+            with selected(replace(whole, tensors=tensors), members) as call:
                 self._run_together(call)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
@@ -186,27 +169,15 @@ class MemberFunction:
                     "each member's own model"
                 )
 
-    def _whole(self, named: Mapping[str, Tensor], arguments: Arguments, members: int) -> MemberFunctionCall:
-        stacks = {("params", name): tensor.detach() for name, tensor in named.items()}
-        stacks |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
-        shared = frozenset(key for key in stacks if not has_rows(named[key[1]]))
-        for leaf in arguments.leaves:
-            if isinstance(leaf, StackedInput) and len(leaf.tensor) != members:
-                raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {members} members: give one for each")
-        return MemberFunctionCall(tuple(range(members)), stacks, shared, arguments.mapped(Tensor.detach))
-
     def _run_together(self, call: MemberFunctionCall) -> None:
         if len(call.rows) == 1:
             run_looped(self._fn, self._name, call)
             return
-        state = read_state(self._fn)
-        plans = self._plans.setdefault(self._key(call), {})
-        if state not in plans:
-            # All states beyond the limit share one entry, so that the table does not grow with every call.
-            state = _TOO_MANY if len(plans) >= MAX_STATES else state
-            plans[state] = _TOO_MANY if state is _TOO_MANY else self._choose(call, state)
-        plan = plans[state]
-        if isinstance(plan, _Looped):
+        described = tuple((key, t.shape[1:], t.dtype, t.device, key in call.shared) for key, t in call.tensors.items())
+        key = described, call.arguments.numberless_key, torch.get_default_dtype()
+        if key not in self._loops:
+            self._loops[key] = self._why_looped(call)
+        if self._loops[key]:
             run_looped(self._fn, self._name, call)
             return
         versions = _versions(call)
@@ -217,40 +188,33 @@ class MemberFunction:
                 error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
                 raise
             # Other numbers among the arguments may lead to operators that vmap does not support.
-            plans[state] = self._choose(call, state)
-            if plans[state] == plan:
+            self._loops[key] = self._why_looped(call)
+            if not self._loops[key]:
                 raise
             run_looped(self._fn, self._name, call)
 
-    def _key(self, call: MemberFunctionCall) -> Any:
-        tensors = tuple((key, t.shape[1:], t.dtype, t.device, key in call.shared) for key, t in call.tensors.items())
-        return tensors, call.arguments.numberless_key, torch.get_default_dtype()
-
-    def _choose(self, call: MemberFunctionCall, state: Any) -> _Vmapped | _Looped:
-        """Compare vmap with the loop on copies of two members. Raises the function's own errors."""
-        positions = (0, len(call.rows) - 1)
-        looped, vmapped = call.cloned(positions), call.cloned(positions)
-        with random_states_kept():
-            run_looped(self._fn, self._name, looped)
-        if state is None:
-            return _Looped("it reads more values besides its arguments than can be compared on every call")
-        if read_state(self._fn) != state:
+    def _why_looped(self, call: MemberFunctionCall) -> str:
+        """Try vmap on copies of two members. Raises an error if the function does what neither way can."""
+        state, trial = read_state(self._fn), call.cloned((0, len(call.rows) - 1))
+        why = "" if state is not None else "it reads more values besides its arguments than can be compared"
+        try:
+            with random_states_kept():
+                run_vmapped(self._fn, self._name, trial)
+        except (ValueError, FusionError):
+            raise
+        except Exception as error:
+            why = why or f"torch.func.vmap: {str(error).splitlines()[0]}"
+        if state is not None and read_state(self._fn) != state:
             raise FusionError(
                 f"{self._name} changes, in hf.each, a value that it reads besides its arguments, which would happen "
                 "once for each member or once for all: pass it as a further argument, hf.stacked([B, ...]) where it is "
                 "each member's own"
             )
-        try:
-            with random_states_kept():
-                run_vmapped(self._fn, self._name, vmapped)
-        except Exception as error:
-            return _Looped(f"torch.func.vmap: {str(error).splitlines()[0]}")
-        wrong = differs(looped, vmapped)
-        return _Looped(f"torch.func.vmap gives another value for {wrong}") if wrong else _Vmapped()
+        return why
 
 
 def _versions(call: MemberFunctionCall) -> list[int]:
-    return [tensor._version for _, tensor in call.written_tensors() if not tensor.is_inference()]
+    return [_version(tensor) for tensor in call.written_tensors()]
 
 
 def training_rows(fused: FusedModule) -> list[int]:
@@ -262,12 +226,6 @@ def training_rows(fused: FusedModule) -> list[int]:
     if not frozen or len(frozen) < len(flags):
         return list(range(len(fused)))
     return [row for row, is_frozen in enumerate(torch.stack(frozen).all(0).tolist()) if not is_frozen]
-
-
-def _absent(tensor: Tensor) -> Sequence[bool] | None:
-    """The members that have no gradient of a stack; None if all have one, or the stack has none."""
-    absent = None if tensor.grad is None else absent_rows(tensor.grad)
-    return None if absent is None else absent.tolist()
 
 
 @functools.lru_cache(maxsize=64)
@@ -297,8 +255,8 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> MemberFunction:
         as they are, to the bit. Frozen ones in ``rows`` are changed. Further tensors are seen by every member, those in
         `hfusion.stacked` row by row; the function may write into the latter.
 
-        It runs by `torch.func.vmap` if the first call of its kind gave the same as the loop on copies of two members;
-        else member by member, and ``run.report()`` says why.
+        It runs by `torch.func.vmap` if that can run it on copies of two members; else member by member, and
+        ``run.report()`` says why.
 
     Raises:
         ValueError: when called, if ``fn`` returned something else, an unknown name, or another shape or dtype.
@@ -321,10 +279,6 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> MemberFunction:
 
 # One function of a member's tensors, run for several members: by `torch.func.vmap`, or member by member.
 
-# How far results of `torch.func.vmap` may be from those of the loop, relative to the largest number of the tensor.
-_RELATIVE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
-_RELATIVE_OF_HALVES = 1e-2
-
 Address = tuple[str, str]
 """A tensor that a function gets: ``("params", name)`` or ``("grads", name)``."""
 
@@ -346,20 +300,12 @@ class MemberFunctionCall:
     arguments: Arguments
 
     def cloned(self, rows: Sequence[int]) -> MemberFunctionCall:
-        """Copy the arguments of the members at the positions ``rows``."""
+        """Return the call for copies of the members at the positions ``rows``."""
         index = list(rows)
-
-        def copied(tensor: Tensor) -> Tensor:
-            return tensor[index].clone()
-
-        tensors = {key: t.clone() if key in self.shared else copied(t) for key, t in self.tensors.items()}
+        tensors = {key: t.clone() if key in self.shared else t[index] for key, t in self.tensors.items()}
         leaves = [
-            StackedInput(copied(leaf.tensor))
-            if isinstance(leaf, StackedInput)
-            else leaf.clone()
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in self.arguments.leaves
+            StackedInput(x.tensor[index]) if isinstance(x, StackedInput) else x.clone() if isinstance(x, Tensor) else x
+            for x in self.arguments.leaves
         ]
         arguments = replace(self.arguments, leaves=tuple(leaves))
         return replace(self, rows=tuple(self.rows[k] for k in index), tensors=tensors, arguments=arguments)
@@ -370,13 +316,10 @@ class MemberFunctionCall:
         leaves = enumerate(self.arguments.leaves)
         return named | {f"argument tensor {k}": leaf for k, leaf in leaves if isinstance(leaf, Tensor)}
 
-    def written_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return all stacks, which a function may write into, by their names in messages."""
-        named = [
-            (f"{kind}[{name!r}]", t) for (kind, name), t in self.tensors.items() if (kind, name) not in self.shared
-        ]
-        leaves = enumerate(self.arguments.leaves)
-        return named + [(f"argument {k}", leaf.tensor) for k, leaf in leaves if isinstance(leaf, StackedInput)]
+    def written_tensors(self) -> list[Tensor]:
+        """Return all stacks, which a function may write into."""
+        stacks = [tensor for key, tensor in self.tensors.items() if key not in self.shared]
+        return stacks + [leaf.tensor for leaf in self.arguments.leaves if isinstance(leaf, StackedInput)]
 
 
 def run_vmapped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> None:
@@ -508,44 +451,16 @@ def _commit(call: MemberFunctionCall, changes: Mapping[Address, Tensor], name: s
         call.tensors[key].copy_(value)
 
 
-def differs(looped: MemberFunctionCall, vmapped: MemberFunctionCall) -> str:
-    """Return the name of a tensor that differs after the two runs; empty if there is none."""
-    for (label, expected), (_, actual) in zip(looped.written_tensors(), vmapped.written_tensors(), strict=True):
-        if not (expected.is_floating_point() or expected.is_complex()):
-            if not torch.equal(expected, actual):
-                return label
-            continue
-        finite = expected[expected.isfinite()]
-        scale = float(finite.abs().max()) if finite.numel() else 0.0
-        relative = _RELATIVE.get(expected.dtype, _RELATIVE_OF_HALVES)
-        if not torch.allclose(expected, actual, rtol=relative, atol=relative * scale, equal_nan=True):
-            return label
-    return ""
-
-
 @contextmanager
 def selected(call: MemberFunctionCall, positions: Sequence[int]) -> Iterator[MemberFunctionCall]:
-    """Context manager: the call for members at ``positions``, as views if neighbours, or as copies written back."""
+    """Context manager: the call for members at ``positions``, as copies that are written back."""
     if len(positions) == len(call.rows):
         yield call
         return
-    start, count = positions[0], len(positions)
-    neighbours = list(positions) == list(range(start, start + count))
-    index = list(positions)
-    copies: list[tuple[Tensor, Tensor, int]] = []
-
-    def select(stack: Tensor) -> Tensor:
-        if neighbours:
-            return stack.narrow(0, start, count)
-        rows = stack[index]
-        copies.append((stack, rows, _version(rows)))
-        return rows
-
-    tensors = {key: t if key in call.shared else select(t) for key, t in call.tensors.items()}
-    leaves = [StackedInput(select(x.tensor)) if isinstance(x, StackedInput) else x for x in call.arguments.leaves]
-    yield MemberFunctionCall(
-        tuple(call.rows[k] for k in index), tensors, call.shared, replace(call.arguments, leaves=tuple(leaves))
-    )
-    for stack, rows, version in copies:
-        if rows.is_inference() or rows._version != version:
-            stack[index] = rows
+    chosen = call.cloned(positions)
+    versions = _versions(chosen)
+    yield chosen
+    pairs = zip(call.written_tensors(), chosen.written_tensors(), versions, strict=True)
+    for stack, rows, version in pairs:
+        if _version(rows) != version or rows.is_inference():
+            stack[list(positions)] = rows

@@ -1,99 +1,253 @@
 """The members of an array as modules that live as long as their rows, and the changes made to them.
 
-There is one module for each row, created on first access. Its tensors share the memory of the row, gradients are tied
-(`core.row_gradients`), and `heed`, at every call of the array, applies the changes made to a member: attributes become
-those of its variant; modes and hooks divide the members (`split`); parameters that some members do not train are
-noted on their stack. Changes that an array cannot represent are refused there, by name.
+There is one module for each row, created on first access. Its tensors lie in the memory of the row, and its gradients
+are those of the row (`core.row_gradients`). A member that was handed out may be changed, so `heed` compares it, at
+every call of the array, with what programs were made for: attributes become those of its variant; members that differ
+in modes, hooks or what they train run their own code. What an array cannot represent is refused there, by name.
 """
 
 from __future__ import annotations
 
+import copy
+import enum
+import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.member_module import RowView, settings_of, tensor_states, without_hooks
-from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
-from hfusion.array.members_apart import MembersApart, apart, flags_read
+from hfusion.array.array_description import member_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.compare_models import check_pair
+from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, skeleton
+from hfusion.capture.variable_guards import content
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
-from hfusion.core.row_gradients import RowGradients, lies_in
+from hfusion.core.membership import is_own_hook
+from hfusion.core.module_tables import REGISTERED, ModuleTables
+from hfusion.core.python_values import PLAIN
+from hfusion.core.row_gradients import lies_in, tie, untie
+from hfusion.torch_private.module_hooks import RegisteredHook, registered_hooks
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STANDARD = frozenset(nn.Module().__dict__)
+# nn.RNNBase renews the references to its parameters in forward.
+_OWN = _STANDARD | {"_flat_weights", "_flat_weight_refs"}
+# Subclasses of these may have attributes that change.
+_FIXED = frozenset({*PLAIN, types.FunctionType, types.BuiltinFunctionType})
+_MISSING = object()
 _MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
+_TENSOR_HOOKS, _UNHOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), (None, None)
+# Number of calls after which a program is captured again for attributes that have not changed meanwhile: at first, and
+# at most. Each such capture doubles it, so that captures cost less than the loops that they save.
+_QUIET_CALLS, _MAX_QUIET_CALLS = 8, 512
+
+
+class _CatchUp:
+    """The hook of a member that lets it follow its array before a call. A copy of it does nothing."""
+
+    # As `own_hook` marks a function.
+    _hfusion_own_hook = True
+
+    def __init__(self, views: Views | None = None) -> None:
+        self._views = None if views is None else weakref.ref(views)
+
+    def __call__(self, *_: Any) -> None:
+        if self._views is not None and not torch.compiler.is_compiling() and (views := self._views()) is not None:
+            views.catch_up()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CatchUp:
+        return _CatchUp()
+
+    def __reduce__(self) -> Any:
+        return _CatchUp, ()
+
+
+class Member:
+    """A member of an array that was handed out: ``model``, with tensors in the memory of its row.
+
+    Attributes:
+        parameters, buffers: the tensors of ``model`` that are rows of stacks, by key.
+        modules: the modules of ``model``, by path.
+        trains: which of its parameters were trained at the last `accept`.
+        hooked: where it had a hook of the user at the last `accept`; empty where it had none.
+        fingerprint: all that programs know of it besides tensors; None if not known.
+    """
+
+    def __init__(self, views: Views, model: nn.Module, row: int, shared: frozenset[str]) -> None:
+        self.model, self.row = model, row
+        hooks: Any = vars(model)["_forward_pre_hooks"]
+        hooks["hfusion"] = _CatchUp(views)
+        hooks.move_to_end("hfusion", last=False)
+        self.fingerprint: Any = None
+        self._latest: Any = None
+        self.take(shared)
+
+    def take(self, shared: frozenset[str]) -> None:
+        """Adopt the modules and tensors that the model has now."""
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        named = {name: tensor for name, tensor in tensors(self.model) if name not in shared}
+        self.parameters = {name: t for name, t in named.items() if isinstance(t, nn.Parameter)}
+        self.buffers = {name: t for name, t in named.items() if not isinstance(t, nn.Parameter)}
+        self.flat = tuple({id(t): t for t in self.parameters.values()}.values())
+
+    def accept(self) -> None:
+        """Record what the member is now: later differences are changes."""
+        self._held = ModuleTables(self.model, ("__dict__", *REGISTERED, *HOOKS))
+        self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
+        values = [
+            (name, value)
+            for _, attributes in self._attributes
+            for name, value in attributes.items()
+            if name not in _OWN and not _is_fixed(value)
+        ]
+        self._containers = [(name, value, content(value)) for name, value in values if _holds_fixed(value)]
+        self._has_objects = len(self._containers) < len(values)
+        if self._has_objects:
+            self._latest = modeless_fingerprint(self.model)
+            self.fingerprint = self.fingerprint or self._latest
+        self._state = tensor_states(self.flat)
+        self.trains = self._state[0]
+        self.hooked = self._find_hook()
+
+    def has_changed(self) -> bool:
+        """Return whether anything of the member differs from what it was at the last `accept`."""
+        return (
+            not self._held.is_unchanged()
+            or tensor_states(self.flat) != self._state
+            or any(content(value) != key for _, value, key in self._containers)
+            or (self._has_objects and modeless_fingerprint(self.model) != self._latest)
+        )
+
+    def changed_names(self) -> Collection[str] | None:
+        """Return the names of the attributes that changed since the last `accept`; None if others may have, too."""
+        names = {
+            name
+            for current, recorded in self._attributes
+            for name in current.keys() | recorded.keys()
+            if current.get(name, _MISSING) is not recorded.get(name, _MISSING) and name not in _OWN
+        }
+        names |= {name for name, value, key in self._containers if content(value) != key}
+        if self._has_objects:
+            latest = modeless_fingerprint(self.model)
+            if latest[1:] != self._latest[1:]:
+                return None
+            names |= {name.rpartition(".")[2] for name, _ in set(latest[0]) ^ set(self._latest[0])}
+        return names
+
+    @property
+    def training(self) -> dict[str, bool]:
+        """The modes by path."""
+        return {path: module.training for path, module in self.modules.items()}
+
+    @property
+    def settings(self) -> MemberSettings:
+        """The user's settings of the member."""
+        hooks = {path: registered_hooks(module, _is_of_user) for path, module in self.model.named_modules()}
+        trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        return MemberSettings(self.training, trained, {path: found for path, found in hooks.items() if found})
+
+    def _find_hook(self) -> str:
+        """Return the path of a user's hook; empty if there is none."""
+        for path, module in self.modules.items():
+            if any(map(_is_of_user, chain.from_iterable(vars(module)[name].values() for name in HOOKS))):
+                return path or "(root)"
+        return next((name for name, p in self.parameters.items() if _hooks_of(p)), "")
+
+    def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
+        """Set modes by path, and requires_grad of parameters by key."""
+        for path, module in self.modules.items():
+            module.training = modes[path]
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad != trained[name]:
+                parameter.requires_grad_(trained[name])
+
+    def leave(self) -> None:
+        """Become an independent module, with copies of the tensors, as the row is removed."""
+        for tensor in (*self.parameters.values(), *self.buffers.values()):
+            tensor.data = tensor.data.clone()
+            if isinstance(tensor, nn.Parameter):
+                untie(tensor)
+        del vars(self.model)["_forward_pre_hooks"]["hfusion"]
+
+    def become(self, like: nn.Module) -> None:
+        """Replace the attributes by those of ``like``, a model of the same structure."""
+        others = dict(like.named_modules(remove_duplicate=False))
+        own, other = dict(tensors(self.model)), dict(tensors(like))
+        memo: dict[int, Any] = {id(other[name]): tensor for name, tensor in own.items()}
+        memo |= {id(others[path]): module for path, module in self.modules.items()}
+        for path, module in dict(self.model.named_modules()).items():
+            values = {name: value for name, value in vars(others[path]).items() if name not in _STANDARD}
+            attributes = module.__dict__
+            for name in attributes.keys() - _STANDARD:
+                del attributes[name]
+            attributes.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
+        self.fingerprint = None
+        self.accept()
+
+
+@dataclass(frozen=True)
+class MemberSettings:
+    """A user's settings of a member: modes by path, trained parameters by key, hooks by path."""
+
+    modes: Mapping[str, bool]
+    trained: Mapping[str, bool]
+    hooks: Mapping[str, Sequence[RegisteredHook]]
+
+
+@dataclass(frozen=True, eq=False)
+class MembersApart:
+    """Why members run their own code. ``key``: equal for members that differ in the same way."""
+
+    key: Any
+    why: str
 
 
 class Views:
-    """The members that were accessed, by row.
+    """The members that were handed out, by row.
 
     Attributes:
-        split: the members, if they differ in modes or hooks and so run their own code; None otherwise.
-        touched: whether a member may have been changed since the last `heed`.
-        words: counts assignments of attributes and hooks of members, so that a change invalidates traces of the array.
-        watched: the rows of members that are referenced outside, or were read since.
+        split: why the members run their own code; None if they are computed together.
+        slices: the slices of the array that are in use.
     """
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = weakref.ref(fused)
-        self.members: dict[int, RowView] = {}
+        self.members: dict[int, Member] = {}
         self.split: MembersApart | None = None
-        self.touched = False
-        self.words = 0
-        self.attributes = AttributeChanges()
-        self.ties: dict[int, RowGradients] = {}
         self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
-        self.watched: set[int] = set()
-        self._modes: list[bool] = []
-        self._names: list[str] = []
-        self._stacks: list[Tensor] = []
-        self._trained: list[bool] = []
-        self._addresses: list[int] = []
-        # The members' parameters, the row of each, and its reference counts: our own, and at the last check.
-        self._flat, self._rows = list[Tensor](), list[int]()
-        self._states: Any = None
-        self._own_counts, self._last_counts = list[int](), list[int]()
+        # Why members run their own code as their attributes change often; and those with attributes that programs,
+        # which may not read them, do not know yet.
+        self._changing, self._outdated = "", set[int]()
+        self._states, self._quiet, self._quiet_calls = 1, 0, _QUIET_CALLS
+        # The modes, stacks, flags and addresses of the array, when members last followed it.
+        self._modes = list[bool]()
+        self._names, self._stacks = list[str](), list[Tensor]()
+        self._stack_states: tuple[list[bool], list[int]] = [], []
 
     def __bool__(self) -> bool:
         return bool(self.members)
 
     @property
-    def members_by_row(self) -> Mapping[int, RowView]:
+    def members_by_row(self) -> Mapping[int, Member]:
         """The members by row; in a slice, the members of the whole array by their rows in the slice."""
         return self.members
 
-    def _touch(self, row: int, changed: bool) -> None:
-        """Record that member ``row`` was read, or that it may have been ``changed``."""
-        self.touched = True
-        self.words += changed
-        if row not in self.watched and row in self.members:
-            self.watched.add(row)
-            self._settle_row(row)
-
-    def _settle_row(self, row: int) -> None:
-        for tie in self.ties.values():
-            if row in tie.rows:
-                tie.settle([row])
-
-    def _called(self) -> None:
-        """Prepare a member for a call: its array may have been moved or changed."""
-        if (fused := self._fused()) is not None:
-            self._catch_up(fused)
-
-    def _catch_up(self, fused: FusedModule) -> None:
-        if self._array_changed(fused):
+    def catch_up(self) -> None:
+        """Let members follow modes, flags and memory that the array was given."""
+        fused = self._fused()
+        if fused is not None and self._array_changed(fused):
             self._pass_on(fused)
             self.note(fused)
 
@@ -103,87 +257,81 @@ class Views:
             self.note(fused)
         if row not in self.members:
             self.add(fused, row)
-        self._catch_up(fused)
-        self.members[row].touch()
+        self.catch_up()
         return self.members[row].model
 
-    def add(self, fused: FusedModule, row: int) -> RowView:
-        array, shared = fused._array, fused._array.comparison.shared
-        stacks = fused.stacks
+    def add(self, fused: FusedModule, row: int) -> Member:
+        array, shared, stacks = fused._array, fused._array.comparison.shared, fused.stacks
         array.check_stacks(stacks)
         rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
         for name, tensor in rows.items():
-            frozen = frozen_rows(stacks[name])
-            if name not in shared and frozen is not None and frozen[row]:
+            frozen = None if name in shared else frozen_rows(stacks[name])
+            if frozen is not None and frozen[row]:
                 tensor.requires_grad_(False)
-        model = fused._around(row, rows)
-        member = self.members[row] = RowView(model, row, shared, self._touch, self._called)
-        del rows, model
-        self.watched.add(row)
+        member = self.members[row] = Member(self, fused._around(row, rows), row, shared)
         self._align(fused, [row])
-        member.mark_changes_applied()
-        self.index()
+        member.accept()
         return member
 
     def note(self, fused: FusedModule) -> None:
         """Record the state of the array, to detect changes that apply to all members."""
         self._modes = list(map(_MODE, fused._branches))
         self._names, self._stacks = list(fused._real.keys()), list(fused._real.values())
-        self._trained, self._addresses = self._stack_states()
+        self._stack_states = self._read_stacks()
 
-    def _stack_states(self) -> tuple[list[bool], list[int]]:
+    def _read_stacks(self) -> tuple[list[bool], list[int]]:
         return list(map(_TRAINED, self._stacks)), list(map(Tensor.data_ptr, self._stacks))
+
+    def _array_changed(self, fused: FusedModule) -> bool:
+        return list(map(_MODE, fused._branches)) != self._modes or self._read_stacks() != self._stack_states
+
+    def _pass_on(self, fused: FusedModule) -> None:
+        """Pass modes and requires_grad flags that were set on the array's modules and stacks on to all members."""
+        changed = [b for b, mode in zip(fused._branches, self._modes, strict=True) if b.training != mode]
+        branches = {id(branch): branch for branch in changed}
+        for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
+            if id(branch) in branches:
+                self.to_all(path, lambda module, mode=branch.training: setattr(module, "training", mode))  # type: ignore[misc]
+        (trained, addresses), (old_trained, old_addresses) = self._read_stacks(), self._stack_states
+        for name, stack, flag, old_flag in zip(self._names, self._stacks, trained, old_trained, strict=True):
+            if flag != old_flag:
+                freeze_rows(stack, None)
+                for member in self.members_by_row.values():
+                    if name in member.parameters:
+                        member.parameters[name].requires_grad_(flag)
+        if addresses != old_addresses:
+            self._align(fused, list(self.members))
+
+    def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
+        """Apply ``change`` to the submodule at ``path`` of every member, as it was to the array's."""
+        for member in self.members_by_row.values():
+            if path in member.modules:
+                change(member.modules[path])
 
     def follow(self, fused: FusedModule) -> None:
         """Make the members' tensors views of the array's tensors again, after their memory has changed."""
-        self._cut_slices()
-        if self.members:
-            self._align(fused, list(self.members))
-            self.note(fused)
-
-    def _cut_slices(self) -> None:
-        """Turn slices into independent arrays, which keep the memory that they share now."""
+        # Slices become independent arrays, which keep the memory that they share now.
         for part in list(self.slices.values()):
             part._views = Views(part)
         self.slices.clear()
+        if self.members:
+            self._align(fused, list(self.members))
+            self.note(fused)
 
     def _align(self, fused: FusedModule, rows: Sequence[int]) -> None:
         stacks, shared = fused.stacks, fused._array.comparison.shared
         fused._array.check_stacks(stacks)
         for name, stack in stacks.items():
-            if name in shared:
-                for row in rows:
-                    put_tensor(self.members[row].model, name, stack)
-                continue
-            tie = self._tie(stack) if isinstance(stack, nn.Parameter) else None
             for row in rows:
                 member = self.members[row]
-                tensor = (member.parameters if tie is not None else member.buffers).get(name)
-                if tensor is None:
+                if name in shared:
+                    put_tensor(member.model, name, stack)
                     continue
-                if not lies_in(tensor, stack, row):
-                    if tie is not None and (tensor.dtype, tensor.device) != (stack.dtype, stack.device):
-                        tie.untie(row)
-                        tensor.grad = None
+                tensor = member.parameters.get(name, member.buffers.get(name))
+                if tensor is not None and not lies_in(tensor, stack, row):
                     tensor.data = live_rows(stack, row).data
-                if tie is not None:
-                    tie.tie(row, tensor)
-        stack_ids = {id(stack) for stack in stacks.values()}
-        self.ties = {key: tie for key, tie in self.ties.items() if key in stack_ids}
-
-    def _tie(self, stack: Tensor) -> RowGradients:
-        if id(stack) not in self.ties:
-            self.ties[id(stack)] = RowGradients(stack, self.watched)
-        return self.ties[id(stack)]
-
-    def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
-        """Update members: b is now ``sources[b]``, one of the ``members`` former rows or a model that joined."""
-        rearranged(self, fused, sources, members)
-
-    def settle(self) -> None:
-        """Synchronize the gradients of members and of the array, after some were assigned."""
-        for tie in self.ties.values():
-            tie.settle()
+                if isinstance(tensor, nn.Parameter):
+                    tie(tensor, stack, row)
 
     def update(self, fused: FusedModule) -> None:
         """Apply the changes made to members since the last call. Raises FusionError as `heed` does."""
@@ -195,7 +343,7 @@ class Views:
         return fused, range(len(fused))
 
     def heed(self, fused: FusedModule, calling: bool = False) -> MembersApart | None:
-        """Apply the changes made to members since the last call, and return how the array computes them.
+        """Apply the changes made to members since the last call, and return why members are computed apart, if so.
 
         Args:
             calling: for a call of the array, which may run the members' own code; otherwise, programs and skeletons
@@ -204,108 +352,41 @@ class Views:
         Raises:
             FusionError: an array cannot represent a change made to a member.
         """
-        if self.touched or self._changed(fused) or self.attributes.pending(calling):
-            self._hear_all(fused, calling)
+        array_changed = self._array_changed(fused)
+        if array_changed:
+            self._pass_on(fused)
+        rows = [row for row, member in self.members.items() if member.has_changed()]
+        if rows or array_changed or self._changing or (self._outdated and not calling):
+            for row in rows:
+                self._hear_tensors(fused, row, self.members[row])
+            if contents := self._to_capture(fused, rows, calling):
+                self._renew(fused, contents)
+            self.hear(fused, rows)
         return self.split
 
-    def _array_changed(self, fused: FusedModule) -> bool:
-        modes = list(map(_MODE, fused._branches))
-        return modes != self._modes or self._stack_states() != (self._trained, self._addresses)
-
-    def _changed(self, fused: FusedModule) -> bool:
-        if self._array_changed(fused):
-            return True
-        counts = list(map(getrefcount, self._flat))
-        if tensor_states(self._flat) != self._states:
-            # Autograd may have held a reference when ours were counted, so a parameter that is held is not watched.
-            self.watched |= set(self._rows)
-            return True
-        if counts == self._own_counts:
-            self._release(set())
-        elif counts != self._last_counts:
-            self._last_counts = counts
-            self._watch_held(counts)
-        return False
-
-    def _watch_held(self, counts: list[int]) -> set[int]:
-        """Watch and return the rows whose parameters have more references than our own, so are held outside."""
-        self._own_counts = list(map(min, counts, self._own_counts))
-        held = {row for row, count, base in zip(self._rows, counts, self._own_counts, strict=True) if count > base}
-        for row in held - self.watched:
-            self._settle_row(row)
-        self.watched |= held
-        return held
-
-    def index(self) -> None:
-        """List the members' parameters, with the number of our own references to each."""
-        own_counts = {id(t): count for t, count in zip(self._flat, self._own_counts, strict=True)}
-        self._flat = [t for member in self.members.values() for t in member.flat]
-        self._rows = [row for row, member in self.members.items() for _ in member.flat]
-        self._states = tensor_states(self._flat)
-        self._last_counts = list(map(getrefcount, self._flat))
-        self._own_counts = [own_counts.get(id(t), last) for t, last in zip(self._flat, self._last_counts, strict=True)]
-
-    def _hear_all(self, fused: FusedModule, calling: bool) -> None:
-        self._pass_on(fused)
-        rows = [row for row in self.watched if self.members[row].may_have_changed()]
-        for row in rows:
-            self._hear_tensors(fused, row, self.members[row])
-        changed = [row for row in rows if self.members[row].changed]
-        if contents := self.attributes.to_capture(self, fused, changed, calling):
-            self._renew(fused, contents)
-        self.hear(fused, rows)
-
     def hear(self, fused: FusedModule, rows: Iterable[int]) -> None:
-        """Divide members by the changes made to those of ``rows``, and mark the changes as applied."""
-        before = {row: self.members[row].trains for row in rows}
-        for row in before:
-            self.members[row].look()
-        if any(self.members[row].trains != trains for row, trains in before.items()):
-            self.freeze(fused)
+        """Accept the changes made to the members of ``rows``, and divide members by them."""
+        for row in rows:
+            self.members[row].accept()
+        self.freeze(fused)
         self._divide(fused)
-        self.settle()
-        for row in before:
-            self.members[row].mark_changes_applied()
-        self.touched = False
         self.note(fused)
-        self._states = tensor_states(self._flat)
-        self._release(self._watch_held(list(map(getrefcount, self._flat))))
 
-    def _release(self, held: set[int]) -> None:
-        """Stop watching the members that are no longer referenced outside."""
-        for row in [row for row in self.watched if row not in held and not self.members[row].hard_to_watch]:
-            self.watched.discard(row)
-            for tie in self.ties.values():
-                if row in tie.rows:
-                    tie.release(row)
-
-    def _pass_on(self, fused: FusedModule) -> None:
-        """Pass modes and requires_grad flags that were set on the array's modules and stacks on to all members."""
-        changed = [b for b, mode in zip(fused._branches, self._modes, strict=True) if b.training != mode]
-        branches = {id(branch): branch for branch in changed}
-        for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
-            if id(branch) in branches:
-                for member in self.members_by_row.values():
-                    if path in member.modules:
-                        member.modules[path].training = branch.training
-        trained, addresses = self._stack_states()
-        for name, stack, flag, old_flag in zip(self._names, self._stacks, trained, self._trained, strict=True):
-            if flag != old_flag:
-                freeze_rows(stack, None)
-                for member in self.members_by_row.values():
-                    if name in member.parameters:
-                        member.parameters[name].requires_grad_(flag)
-        if addresses != self._addresses:
-            self._align(fused, list(self.members))
-
-    def _hear_tensors(self, fused: FusedModule, row: int, member: RowView) -> None:
+    def _hear_tensors(self, fused: FusedModule, row: int, member: Member) -> None:
         """Copy tensors that were assigned to a member into its row."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
         current = dict(tensors(member.model))
+        for name, parameter in member.parameters.items():
+            if not all(map(is_own_hook, (parameter._post_accumulate_grad_hooks or {}).values())):
+                raise FusionError(
+                    f"{name} of member {row} of a fused {fused._original} has a hook that runs after its gradient is "
+                    "accumulated, but an array accumulates the gradients of all members together. Use register_hook"
+                )
         recorded = {**member.parameters, **member.buffers, **{name: stacks[name] for name in shared}}
-        same_structure = member.same_modules and current.keys() == recorded.keys()
+        modules = dict(member.model.named_modules(remove_duplicate=False))
+        same = list(modules.items()) == list(member.modules.items()) and current.keys() == recorded.keys()
         moved = [n for n, t in current.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
-        if same_structure and not moved and all(current[name] is tensor for name, tensor in recorded.items()):
+        if same and not moved and all(current[name] is tensor for name, tensor in recorded.items()):
             return
         check_fits(fused, row, member.model)
         for name, stack in stacks.items():
@@ -314,17 +395,63 @@ class Views:
                     f"{name} of member {row} of a fused {fused._original} was assigned, and is one tensor of all "
                     "members; write into it, or fuse models that have one each"
                 )
+        grads = {name: t.grad for name, t in current.items() if t is not recorded[name] and isinstance(t, nn.Parameter)}
         with torch.no_grad():
             for name in moved:
-                if recorded[name] is not current[name]:
-                    recorded[name].data = recorded[name].data.clone()
                 target = live_rows(stacks[name], row).data
                 target.copy_(current[name].detach())
+                if (before := recorded[name]) is not current[name]:
+                    before.data = before.data.clone()
+                    if isinstance(before, nn.Parameter):
+                        untie(before)
                 current[name].data = target
-        member.take_modules()
-        member.take_tensors(shared)
+        member.take(shared)
         self._align(fused, [row])
-        self.index()
+        for name, grad in grads.items():
+            current[name].grad = grad
+
+    def _to_capture(self, fused: FusedModule, rows: Sequence[int], calling: bool) -> Mapping[int, Any]:
+        """Return the new fingerprints of the members that programs must know from now on, by row.
+
+        A training loop may set attributes at every step: a few values are captured, then members run their own code.
+        """
+        changes = {row: self.members[row].changed_names() for row in rows}
+        changes = {row: names for row, names in changes.items() if names != set()}
+        is_read = any(map(fused._situations.may_read, changes.values()))
+        if calling and (self._changing or not is_read):
+            self._outdated |= changes.keys()
+            self._quiet = 0 if is_read else self._quiet + 1
+            if not self._changing or self._quiet < self._quiet_calls:
+                return {}
+            self._quiet_calls = min(2 * self._quiet_calls, _MAX_QUIET_CALLS)
+        contents: dict[int, Any] = {}
+        for row in self._outdated | changes.keys():
+            member = self.members[row]
+            fingerprint = modeless_fingerprint(member.model)
+            if member.fingerprint is None:
+                member.fingerprint = modeless_fingerprint(fused._member(row))
+            if fingerprint != member.fingerprint:
+                contents[row] = fingerprint
+        if calling and not self._changing and contents and self._is_new(fused, contents):
+            self._states += 1
+            if self._states > MAX_VALUES:
+                name = min((name for names in changes.values() for name in names or ()), default="an attribute")
+                self._changing, self._quiet = (
+                    f"{name} of members changes often, and each value needs another program",
+                    0,
+                )
+                self._outdated = set(contents)
+                return {}
+        self._outdated, self._changing = set(), ""
+        return contents
+
+    @staticmethod
+    def _is_new(fused: FusedModule, contents: Mapping[int, Any]) -> bool:
+        """Return whether there are no programs yet for members with these fingerprints, by row."""
+        from hfusion.array.array_editing import Kinds
+
+        after = [contents.get(row, content) for row, content in enumerate(Kinds.of(fused).contents)]
+        return tuple(after) not in fused._states
 
     def _renew(self, fused: FusedModule, changed: Mapping[int, Any]) -> None:
         """Update members whose attributes have changed; ``changed`` has their new fingerprints, by row."""
@@ -334,35 +461,39 @@ class Views:
         after = list(kinds.contents)
         for row, fingerprint in changed.items():
             if fingerprint not in kinds.skeletons:
-                kinds.skeletons[fingerprint] = without_hooks(skeleton(row, self.members[row].model))
+                kinds.skeletons[fingerprint] = _without_hooks(skeleton(row, self.members[row].model))
             after[row] = fingerprint
+            self.members[row].fingerprint = fingerprint
         distinct = list(dict.fromkeys(after))
         comparison = replace(array.comparison, variants=tuple(map(distinct.index, after)))
         skeletons = tuple(kinds.skeletons[content] for content in distinct)
         enter(fused, kinds.contents, after, replace(array, skeletons=skeletons, comparison=comparison))
-        for row, fingerprint in changed.items():
-            self.members[row].fingerprint = fingerprint
 
     def _divide(self, fused: FusedModule) -> None:
         """Update `split`: None if all members can be computed together."""
         base = fused.training_by_path()
-        member_modes = {row: member.training for row, member in self.members.items()}
-        modes = [tuple({**base, **member_modes.get(row, {})}.values()) for row in range(len(fused))]
-        hooked = {row: f"has a hook at {where}" for row, member in self.members.items() if (where := member.hooked)}
-        if self.attributes.changing:
-            hooked = dict.fromkeys(range(len(fused)), self.attributes.changing) | hooked
-        trained = flags_read(fused)
-        if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):
-            for row in range(len(fused)):
-                if row not in self.members:
-                    self.add(fused, row)
-            by_path = [dict(zip(base, row, strict=True)) for row in modes]
-            self.split = apart(by_path, trained, hooked, self.members)
+        own = {row: member.training for row, member in self.members.items()}
+        modes = [{**base, **own.get(row, {})} for row in range(len(fused))]
+        frozen = {name: flags for name, stack in fused.stacks.items() if (flags := frozen_rows(stack)) is not None}
+        hooked = [(row, member.hooked) for row, member in sorted(self.members.items()) if member.hooked]
+        reasons = [f"member {row} has a hook at {where}" for row, where in hooked]
+        if any(member_modes != modes[0] for member_modes in modes):
+            path = next(path for path in base if any(flags[path] != modes[0][path] for flags in modes))
+            rows = [[row for row, flags in enumerate(modes) if flags[path] == mode] for mode in (True, False)]
+            reasons.append(f"{path or 'member'} is in train mode in members {rows[0]}, in eval mode in {rows[1]}")
+        if frozen:
+            name, not_trained = next(iter(frozen.items()))
+            reasons.append(f"members {not_trained.nonzero().reshape(-1).tolist()} do not train {name}")
+        if self._changing:
+            reasons.append(f"{self._changing}; give it as an argument of forward, or keep it in a buffer")
+        if reasons:
+            trained = tuple((name, tuple(flags.tolist())) for name, flags in frozen.items())
+            key = tuple(tuple(own.values()) for own in modes), trained, tuple(hooked), self._changing
+            self.split = MembersApart(key, "; ".join(reasons))
             return
         self.split = None
-        for (_, branch), mode in zip(fused.named_modules(remove_duplicate=False), modes[0], strict=True):
-            if branch.training != mode:
-                branch.training = mode
+        for path, branch in fused.named_modules(remove_duplicate=False):
+            branch.training = modes[0][path]
 
     def freeze(self, fused: FusedModule) -> None:
         """Record on each stack which members train it."""
@@ -378,21 +509,13 @@ class Views:
             if stack.requires_grad != any(trains):
                 stack.requires_grad_(any(trains))
             freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains, device="cpu"))
-            if id(stack) in self.ties:
-                self.ties[id(stack)].watch()
 
-    def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
-        """Apply ``change`` to the submodule at ``path`` of every member, as it was to the array's."""
-        for member in self.members_by_row.values():
-            if path in member.modules:
-                change(member.modules[path])
-
-    def renew(self, fused: FusedModule, trained: Mapping[str, bool]) -> None:
-        """Set members' attributes and modes to those of the array, and requires_grad as in ``trained``, by key."""
+    def renew(self, fused: FusedModule) -> None:
+        """Set members' attributes and modes to those of the array."""
         array, modes = fused._array, fused.training_by_path()
         for row, member in self.members.items():
             member.become(array.skeletons[array.comparison.variants[row]])
-            member.set(modes, {**settings_of(member).trained, **trained})
+            member.set(modes, member.settings.trained)
         if self.members:
             self.hear(fused, self.members)
 
@@ -400,88 +523,178 @@ class Views:
         """Set the members' modes, given by row and path; other members get those of the array."""
         base = fused.training_by_path()
         for row, member in self.members.items():
-            member.set(modes.get(row, base), settings_of(member).trained)
+            member.set(modes.get(row, base), member.settings.trained)
         if self.members:
             self.hear(fused, self.members)
 
-
-# Attributes of members that a training loop sets: capture a few values, then run the members' own code.
-
-# Number of calls after which a program is captured again for attributes that have not changed meanwhile: at first, and
-# at most. Each such capture doubles it, so that captures cost less than the loops that they save.
-_QUIET_CALLS, _MAX_QUIET_CALLS = 8, 512
-
-
-@dataclass
-class AttributeChanges:
-    """How often attributes of the members change.
-
-    Attributes:
-        changing: why members run their own code now; empty while a program computes them.
-        outdated: the members whose attributes are newer than those that programs were captured with.
-        states: the number of states of the attributes, beginning with the first.
-        quiet: the number of calls since the last change, while members run their own code.
-        quiet_calls: the value of ``quiet`` from which on a program is captured again.
-    """
-
-    changing: str = ""
-    outdated: set[int] = field(default_factory=set)
-    states: int = 1
-    quiet: int = 0
-    quiet_calls: int = _QUIET_CALLS
-
-    def pending(self, calling: bool) -> bool:
-        """Return whether `to_capture` has to look, even if no attribute has changed since."""
-        return bool(self.changing or (self.outdated and not calling))
-
-    def to_capture(self, views: Views, fused: FusedModule, rows: Sequence[int], calling: bool) -> Mapping[int, Any]:
-        """Return the new fingerprints of the members that programs must know from now on, by row.
-
-        Args:
-            rows: the members whose attributes may have changed since the last call of this.
-            calling: for a call of the array; otherwise, all changes count now.
-        """
-        names = [views.members[row].take_changed_names() for row in rows]
-        is_read = any(map(fused._situations.may_read, names))
-        may_wait = calling
-        if may_wait and (self.changing or not is_read):
-            self.outdated |= set(rows)
-            self.quiet = 0 if is_read else self.quiet + 1
-            if not self.changing or self.quiet < self.quiet_calls:
-                return {}
-            self.quiet_calls = min(2 * self.quiet_calls, _MAX_QUIET_CALLS)
-        contents: dict[int, Any] = {}
-        for row in self.outdated | set(rows):
-            member = views.members[row]
-            fingerprint = modeless_fingerprint(member.model)
-            if member.fingerprint is None:
-                member.fingerprint = modeless_fingerprint(fused._member(row))
-            if fingerprint != member.fingerprint:
-                contents[row] = fingerprint
-        if may_wait and not self.changing and contents and _is_new(fused, contents):
-            self.states += 1
-            if self.states > MAX_VALUES:
-                name = min((name for changed in names for name in changed or ()), default="an attribute")
-                self._run_own_code(views, fused, name)
-                self.outdated = set(contents)
-                return {}
-        self.outdated, self.changing = set(), ""
-        return contents
-
-    def _run_own_code(self, views: Views, fused: FusedModule, name: str) -> None:
-        self.changing, self.quiet = f"runs its own code, since {name} changes often", 0
-        fused._loops[
-            f"{fused._original}: loop over members: {name} of members changes often, and each value needs another "
-            "program; give it as an argument of forward, or keep it in a buffer"
-        ] = None
-        for row in range(len(fused)):
-            if row not in views.members:
-                views.add(fused, row)
+    def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
+        """Update members: b is now ``sources[b]``, one of the ``members`` former rows or a model that joined."""
+        for stack in {id(t): t for t in fused.stacks.values()}.values():
+            if (frozen := frozen_rows(stack)) is not None:
+                moved = [isinstance(source, int) and bool(frozen[source]) for source in sources]
+                freeze_rows(stack, torch.tensor(moved, device="cpu"))
+        if not self.members:
+            return
+        settings = {row: member.settings for row, member in self.members.items()}
+        new_rows = _find_new_rows(sources, members)
+        before, self.members = self.members, {}
+        for row, member in before.items():
+            if row in new_rows:
+                member.row = new_rows[row]
+                self.members[member.row] = member
+            else:
+                member.leave()
+        self.follow(fused)
+        array, base = fused._array, MemberSettings(fused.training_by_path(), {}, {})
+        for row, source in enumerate(sources):
+            # An overwritten member gets the modes, flags and attributes of the one that it is a copy of.
+            source_settings = settings.get(source) if isinstance(source, int) else None
+            if row not in self.members and source_settings is not None and _modes_differ(source_settings, base):
+                self.add(fused, row)
+            if row in self.members and source != row and settings.get(row, source_settings) is not None:
+                member, source_settings = self.members[row], source_settings or base
+                member.become(array.skeletons[array.comparison.variants[row]])
+                trained = source_settings.trained or {n: fused.stacks[n].requires_grad for n in member.parameters}
+                member.set(source_settings.modes, trained)
+        self.hear(fused, self.members)
 
 
-def _is_new(fused: FusedModule, contents: Mapping[int, Any]) -> bool:
-    """Return whether there are no programs yet for members with these fingerprints, by row."""
-    from hfusion.array.array_editing import Kinds
+def differing_settings(views: Views, fused: FusedModule) -> dict[int, MemberSettings]:
+    """Return the settings in which members differ from the array, by row. Members must be up to date."""
+    base = MemberSettings(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
+    settings = {row: member.settings for row, member in views.members_by_row.items()}
+    return {
+        row: own
+        for row, own in settings.items()
+        if _modes_differ(own, base) or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
+    }
 
-    after = [contents.get(row, content) for row, content in enumerate(Kinds.of(fused).contents)]
-    return tuple(after) not in fused._states
+
+def restore(views: Views, fused: FusedModule, settings: Mapping[int, MemberSettings]) -> None:
+    """Apply the settings that `differing_settings` returned to members."""
+    if settings:
+        views.note(fused)
+    for row, own in settings.items():
+        member = views.add(fused, row)
+        member.set(own.modes, own.trained)
+        for path, hooks in own.hooks.items():
+            for hook in hooks:
+                hook.register(member.modules[path])
+
+
+def unfused(fused: FusedModule) -> list[nn.Module]:
+    """Return copies of the members as separate models, with the settings of the members."""
+    fused._views.update(fused)
+    whole, rows = fused._views.locate_members(fused)
+    array, stacks = whole._array, dict(tensors(whole))
+    shared_copies = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
+    models = {row: whole._around(row, member_rows(array, row, stacks, shared_copies)) for row in rows}
+    for row, settings in differing_settings(whole._views, whole).items():
+        if row not in models:
+            continue
+        modules = dict(models[row].named_modules(remove_duplicate=False))
+        # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
+        memo = {id(module): modules[path] for path, module in whole._views.members[row].modules.items()}
+        for path, module in modules.items():
+            module.training = settings.modes[path]
+            for hook in settings.hooks.get(path, ()):
+                copy.deepcopy(hook, memo).register(module)
+        for name, parameter in models[row].named_parameters():
+            parameter.requires_grad_(settings.trained.get(name, parameter.requires_grad))
+    return list(models.values())
+
+
+def check_together(fused: FusedModule, feature: str) -> None:
+    """Raise FusionError if members run their own code, so that ``feature`` cannot hold them."""
+    split = fused._split()
+    if split is not None:
+        raise FusionError(
+            f"members of a fused {fused._original} cannot be computed together: {split.why}. {feature} needs members "
+            "of equal modes and flags without hooks: call train() or eval() of the array, and remove the hooks"
+        )
+
+
+def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
+    """Raise a FusionError if the member ``model`` was changed so that it does not fit the array any more."""
+    like = fused._member(row)
+    others = dict(model.named_modules(remove_duplicate=False))
+    for path, module in like.named_modules(remove_duplicate=False):
+        module.training = others[path].training if path in others else module.training
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in like.named_parameters(remove_duplicate=False):
+        if name in named and parameter.requires_grad != named[name].requires_grad:
+            parameter.requires_grad_(named[name].requires_grad)
+    try:
+        check_pair(like, len(fused), model)
+    except FusionError as error:
+        reason = str(error).replace(f"model {len(fused)}", f"member {row}").replace("model 0", "the array")
+        raise FusionError(
+            f"what was done to member {row} of a fused {fused._original} does not fit its array: {reason}. Undo it, or "
+            "do it to all models of unfuse() and fuse them again"
+        ) from error
+
+
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set the parameter or buffer ``name`` of ``model`` to ``tensor``."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: Any = module._parameters if leaf in module._parameters else module._buffers
+    table[leaf] = tensor
+
+
+def tensor_states(parameters: Sequence[Tensor]) -> tuple[list[bool], list[int], Any]:
+    """Return the state that users can change in parameters: requires_grad, memory and hooks."""
+    hooks = list(map(_TENSOR_HOOKS, parameters))
+    held = [tuple(_hooks_of(parameter)) for parameter in parameters] if hooks.count(_UNHOOKED) < len(hooks) else None
+    return list(map(_TRAINED, parameters)), list(map(Tensor.data_ptr, parameters)), held
+
+
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    """Return the hooks of the user."""
+    tables = [table for table in _TENSOR_HOOKS(parameter) if table]
+    return [hook for table in tables for hook in table.values() if not is_own_hook(hook)]
+
+
+def _is_of_user(hook: Any) -> bool:
+    """Return whether ``hook`` is the user's: neither hfusion's own, nor one of torch that is captured with forward."""
+    return not is_own_hook(hook) and not is_part_of_forward(hook)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value cannot change."""
+    kind = type(value)
+    return kind in _FIXED or isinstance(value, type | enum.Enum) or (kind is tuple and all(map(_is_fixed, value)))
+
+
+def _holds_fixed(value: Any) -> bool:
+    """Return whether a value is fixed, or a container of such values, which `content` compares by value."""
+    kind = type(value)
+    items = (*value, *value.values()) if kind is dict else value if kind in (list, set, tuple) else ()
+    return _is_fixed(value) or (kind in (dict, list, set, tuple) and all(map(_holds_fixed, items)))
+
+
+def _modes_differ(settings: MemberSettings, base: MemberSettings) -> bool:
+    """Return whether a member is in other modes than its array, which may have more modules."""
+    return any(base.modes[path] != mode for path, mode in settings.modes.items())
+
+
+def _find_new_rows(sources: Sequence[Any], members: int) -> dict[int, int]:
+    """Return the new rows of the members that remain; an overwritten member keeps its row."""
+    rows = [source for source in sources if isinstance(source, int)]
+    if len(sources) == members and len(set(rows)) < members:
+        return {row: row for row in range(members)}
+    new_rows: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, int) and (source not in new_rows or source == index):
+            new_rows[source] = index
+    return new_rows
+
+
+def _without_hooks(model: nn.Module) -> nn.Module:
+    """``model`` without the user's hooks."""
+    for module in model.modules():
+        for name in HOOKS:
+            table = getattr(module, name)
+            for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
+                del table[key]
+    return model

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfusion.array.members_apart import check_together
+from hfusion.array.member_views import check_together
 from hfusion.compiler.sandbox import apart
 from hfusion.core.errors import FusionError
 

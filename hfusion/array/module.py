@@ -24,9 +24,7 @@ from hfusion.array.array_editing import Rows
 from hfusion.array.eval_mode import evaluating, own_modes
 from hfusion.array.function_program_cache import note_call
 from hfusion.array.gathered_rows import chosen_rows, slice_of
-from hfusion.array.member_relocation import differing_settings, restore, unfused
-from hfusion.array.member_views import Views
-from hfusion.array.members_apart import MembersApart, check_together
+from hfusion.array.member_views import MembersApart, Views, check_together, differing_settings, restore, unfused
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
 from hfusion.array.program_reuse import TraceCache
@@ -125,6 +123,9 @@ class FusedModule(Rows, Tree):
             ValueError: a stacked input's leading size is not B, or the members' forward rejects the arguments.
         """
         if torch.compiler.is_dynamo_compiling():
+            # A trace does not see what is done to members that were handed out.
+            if self._views:
+                return untraced(self, args, kwargs)
             return inline(self, self._find_program_name, self._pattern(), args, kwargs)
         if exporting():
             return exported(self, self._exportable, args, kwargs)
@@ -132,13 +133,12 @@ class FusedModule(Rows, Tree):
         try:
             split = self._split(calling=True)
             if split is not None:
-                return split.run(self, arguments)
+                return run_members(self, arguments, split.why)
             if arguments.ragged:
                 return run_ragged(self, arguments)
             compiled = self._program(arguments)
         except NotCaptured as error:
-            self._loops[f"{self._original}: loop over members: {error}"] = None
-            return run_members(self, arguments)
+            return run_members(self, arguments, str(error))
         if id(compiled) not in self._bound:
             self._bound[id(compiled)] = bind(compiled, self)
         try:
@@ -179,13 +179,12 @@ class FusedModule(Rows, Tree):
         return super().__getattr__(name)
 
     def _transformed(self, compiled: Compiled, arguments: Arguments, why: str) -> Any:
-        self._loops[f"{self._original} inside torch.func: loop over members: {why}"] = None
-        output = run_members(self, arguments)
+        output = run_members(self, arguments, f"inside torch.func, {why}")
         self._leave(compiled)
         return output
 
     def _split(self, calling: bool = False) -> MembersApart | None:
-        """The members, if they differ in modes or hooks and run their own code; None if all are computed together."""
+        """Return why members run their own code; None if all are computed together."""
         return self._views.heed(self, calling) if self._views else None
 
     def _leave(self, compiled: Compiled) -> None:
@@ -276,7 +275,7 @@ class FusedModule(Rows, Tree):
     def _pattern(self, arguments: Arguments | None = None) -> tuple[Any, ...]:
         """Return the state that programs depend on: `_modes`, and the `ArrayState` of the members."""
         if torch.compiler.is_dynamo_compiling():
-            return (*self._modes(arguments), self._views.words, self._number)
+            return (*self._modes(arguments), self._number)
         split = self._split(calling=True)
         return (*self._modes(arguments), *(() if split is None else (split.key,)), self._number)
 
@@ -322,8 +321,8 @@ class FusedModule(Rows, Tree):
         """Return member ``index`` as a module of its class; the same object as long as the member is in its row.
 
         Its tensors share the memory of the row, and its gradients are those of the array's row, in both directions.
-        Changes made to it (modes, requires_grad, hooks, attributes) apply to the array, or are refused at the next
-        call. A slice is an array of those members; its tensors share their rows, and its gradients are separate.
+        Changes made to it (modes, requires_grad, hooks, attributes) hold from the next call of the array on, or are
+        refused there. A slice is an array of those members. Its tensors share their rows, its gradients are separate.
 
         Raises:
             IndexError: out of range, or a slice of no member.
@@ -489,6 +488,12 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
 
     marked: Callable[..., str] = torch.compiler.assume_constant_result(find_program_name)
     return marked
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def untraced(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of a call of ``owner`` outside of the trace that Dynamo makes."""
+    return owner.forward(*args, **kwargs)
 
 
 def inline(

@@ -191,13 +191,6 @@ class Tree(nn.Module):
             array._split()
         return self
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Same as torch.nn.Module, including the members' gradients."""
-        super().zero_grad(set_to_none)
-        array = self._root()[0]
-        if array is not None:
-            array._views.settle()
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Same as torch.nn.Module, including tensors that were assigned to members."""
         array = self._root()[0]

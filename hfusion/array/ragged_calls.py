@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.function_program_cache import note_call
-from hfusion.array.gathered_rows import copied_rows, part_of
-from hfusion.array.members_apart import flags_read, holding
+from hfusion.array.gathered_rows import part_of
 from hfusion.array.program_reuse import trust
 from hfusion.array.ragged_rows import check_ragged, joined_blocks, rows_by_size
 from hfusion.array.unfused_calls import REFUSALS, call_members
@@ -240,66 +240,6 @@ def _outcome(outputs: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[t
     return results
 
 
-@dataclass(frozen=True, eq=False)
-class MemberGroup:
-    """Members ``rows`` as an array whose parameters have memory only while it is captured."""
-
-    rows: tuple[int, ...]
-    array: FusedModule
-
-    def ready(self, fused: FusedModule, arguments: Arguments) -> Compiled:
-        """Return the program for a call with ``arguments``, captured and checked with the current values."""
-        array = self.array
-        cached = array.find(arguments)
-        if cached is not None and id(cached) in array._checks:
-            return cached
-        stacks = fused.stacks
-        for name, tensor in tensors(array):
-            if name not in array._array.comparison.shared:
-                tensor.data = stacks[name].detach()[list(self.rows)]
-        try:
-            compiled = array._program(arguments)
-            array._check_once(compiled, arguments)
-        except ForwardsDiffer as error:
-            raise error.of_rows(self.rows) from error
-        finally:
-            for parameter in array.parameters():
-                parameter.data = parameter.new_zeros(()).expand(parameter.shape)
-        if compiled.modes:
-            raise FusionError(
-                f"forward of {array._original} sets train and eval modes, and batches have different sizes; set the "
-                "modes before the call, by train() or eval() of the array"
-            )
-        return compiled
-
-    def run(self, fused: FusedModule, compiled: Compiled, arguments: Arguments, watch: bool) -> Any:
-        """Return the outputs of the group's members, whose arguments are ``arguments``."""
-        array, rows, members = self.array, list(self.rows), len(fused)
-        stacks, shared = dict(tensors(fused)), array._array.comparison.shared
-        fixed = {name for name, parameter in array.named_parameters() if not parameter.requires_grad}
-        index = {device: torch.tensor(rows, device=device) for device in {t.device for t in stacks.values()}}
-        rows_by_id: dict[int, Tensor] = {}
-        group_tensors = {
-            name: stack
-            if name in shared
-            else rows_by_id.setdefault(id(stack), stack.index_select(0, index[stack.device]))
-            for name, stack in stacks.items()
-        }
-        group_tensors = {name: tensor.detach() if name in fixed else tensor for name, tensor in group_tensors.items()}
-        with (
-            holding(dict(array.named_modules(remove_duplicate=False)), group_tensors),
-            gradients_of_rows(rows, members),
-            seeds_of_rows(rows),
-        ):
-            outputs = bind(compiled, array, len(rows) if watch else None)(arguments.values)
-        with torch.no_grad():
-            for name in compiled.written - shared:
-                stacks[name].detach()[rows] = group_tensors[name].detach()
-        if compiled.opaque:
-            array._situations.ran([call.module_path for call in compiled.opaque])
-        return outputs
-
-
 # Maximum number of arrays of some of the members that are cached for further calls.
 MAX_ARRAYS = 64
 
@@ -339,48 +279,90 @@ def run_ragged(fused: FusedModule, arguments: Arguments) -> Any:
 def _run_by_size(fused: FusedModule, arguments: Arguments, rows: Sequence[int]) -> Any:
     """Compute members ``rows`` with one call for each size, and join the results in the members' order."""
     check_members(len(fused), arguments)
-    groups = [_group(fused, size_rows, arguments) for size_rows in rows_by_size(arguments, rows)]
-    calls = [(group, arguments.of_rows(group.rows)) for group in groups]
-    compiled = [group.ready(fused, inputs) for group, inputs in calls]
-    watch = any(program.opaque for program in compiled)
-    parts: list[tuple[Sequence[int], Any]] = []
-    for (group, inputs), program in zip(calls, compiled, strict=True):
-        try:
-            outputs = group.run(fused, program, inputs, watch)
-        except REFUSALS as error:
-            call_members([fused._member(row) for row in group.rows], inputs, error)
-            group.array._compiler.distrust(group.array._modes(inputs), inputs, program, str(error))
-            outputs = group.run(fused, group.ready(fused, inputs), inputs, True)
-        parts.append((group.rows, outputs))
-    return joined_blocks(parts)
+    groups = rows_by_size(arguments, rows)
+    return joined_blocks([(group, _run_rows(fused, group, arguments.of_rows(group))) for group in groups])
+
+
+def _run_rows(fused: FusedModule, rows: list[int], arguments: Arguments) -> Any:
+    """Return the outputs of members ``rows``, whose batches have one size, computed as an array of these members."""
+    variants, stacks, shared = fused._array.comparison.variants, dict(tensors(fused)), fused._array.comparison.shared
+    index = {device: torch.tensor(rows, device=device) for device in {t.device for t in stacks.values()}}
+    rows_by_id = {id(t): t.index_select(0, index[t.device]) for name, t in stacks.items() if name not in shared}
+    held = {name: rows_by_id.get(id(stack), stack) for name, stack in stacks.items()}
+    # Code that runs member by member may store state on members, so the array with a program of it serves only them.
+    for key in (tuple(variants[row] for row in rows), ("rows", *rows)):
+        array = _sized(fused, key, rows)
+        with holding(dict(array.named_modules(remove_duplicate=False)), held):
+            compiled = _checked(array, rows, arguments)
+            if compiled.opaque and key[:1] != ("rows",):
+                continue
+            with gradients_of_rows(rows, len(fused)), seeds_of_rows(rows):
+                try:
+                    outputs = bind(compiled, array, len(rows))(arguments.values)
+                except REFUSALS as error:
+                    call_members([fused._member(row) for row in rows], arguments, error)
+                    array._compiler.distrust(array._modes(arguments), arguments, compiled, str(error))
+                    compiled = _checked(array, rows, arguments)
+                    outputs = bind(compiled, array, len(rows))(arguments.values)
+        break
+    with torch.no_grad():
+        for name in compiled.written - shared:
+            stacks[name].detach()[rows] = held[name].detach()
+    if compiled.opaque:
+        array._situations.ran([call.module_path for call in compiled.opaque])
+    return outputs
+
+
+def _checked(array: FusedModule, rows: Sequence[int], arguments: Arguments) -> Compiled:
+    """Return the program of members ``rows`` for a call, captured and checked with the current values."""
+    try:
+        compiled = array._program(arguments)
+        array._check_once(compiled, arguments)
+    except ForwardsDiffer as error:
+        raise error.of_rows(rows) from error
+    if compiled.modes:
+        raise FusionError(
+            f"forward of {array._original} sets train and eval modes, and batches have different sizes; set the "
+            "modes before the call, by train() or eval() of the array"
+        )
+    return compiled
+
+
+@contextmanager
+def holding(modules: Mapping[str, nn.Module], replacements: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context manager: replace tensors of ``modules`` (by path) by ``replacements`` (by key), and restore them."""
+    replaced = []
+    for name, tensor in replacements.items():
+        path, _, leaf = name.rpartition(".")
+        table: Any = modules[path]._parameters if leaf in modules[path]._parameters else modules[path]._buffers
+        replaced.append((table, leaf, table[leaf]))
+        table[leaf] = tensor
+    try:
+        yield
+    finally:
+        for table, leaf, tensor in reversed(replaced):
+            table[leaf] = tensor
+
+
+def _weightless(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+    """Return a tensor for ``rows`` of a stack that takes no memory, or a shared tensor (``rows`` is None) itself."""
+    values = stack.detach() if rows is None else stack.detach().new_zeros(()).expand(len(rows), *stack.shape[1:])
+    return nn.Parameter(values, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else values
 
 
 def _modes_and_trained(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:
     return array.training_by_path(), {name: p.requires_grad for name, p in array.named_parameters()}
 
 
-def _group(fused: FusedModule, rows: list[int], arguments: Arguments) -> MemberGroup:
-    """Return members ``rows``, whose batches have one size, as an array."""
-    variants = fused._array.comparison.variants
-    group = MemberGroup(tuple(rows), _sized(fused, tuple(variants[row] for row in rows), rows))
-    if group.ready(fused, arguments.of_rows(rows)).opaque:
-        # Code that runs member by member may store state on members, so this array serves only these rows.
-        return MemberGroup(tuple(rows), _sized(fused, ("rows", *rows), rows))
-    return group
-
-
 def _sized(fused: FusedModule, key: Any, rows: list[int]) -> FusedModule:
     arrays = _arrays.setdefault(fused, {})
     kinds = tuple((tensor.dtype, tensor.device) for tensor in fused.stacks.values())
     modes, trained = _modes_and_trained(fused)
-    flags = flags_read(fused)
-    # Where forward reads which parameters need a gradient, the members train the same ones.
-    trained |= flags[0] if flags else {}
     key = (fused._number, key, tuple(modes.values()), kinds, tuple(trained.values()))
     sized = arrays.pop(key, None)
     if sized is None:
         variants = fused._array.comparison.variants
-        sized = SizedArray(tuple(variants[row] for row in rows), part_of(fused, rows, copied_rows))
+        sized = SizedArray(tuple(variants[row] for row in rows), part_of(fused, rows, _weightless))
         sized.array._compiler.kin = _RelatedPrograms(fused, sized)
     arrays[key] = sized
     while len(arrays) > MAX_ARRAYS:

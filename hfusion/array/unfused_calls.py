@@ -1,11 +1,13 @@
-"""Calls that programs cannot compute: they run the members' own code, one member after the other.
+"""The loop over members: calls that programs cannot compute run the members' own code, one member after the other.
 
-Those are calls with sparse arguments, and some inside the transforms of torch.func.
+Those are calls of members that differ in modes, hooks or what they train, of code that cannot be captured, with sparse
+arguments, and some inside the transforms of torch.func.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +15,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
+from hfusion.array.ragged_rows import joined_blocks
 from hfusion.capture.fallback_runtime import OtherSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.core.errors import FusionError
-from hfusion.core.gradient_usage import join, running, watched
+from hfusion.core.gradient_usage import frozen_rows, join, running, watched
 from hfusion.core.layout import Listed, member_values
+from hfusion.core.member_random import member_seeds
+from hfusion.core.memory import has_address
+from hfusion.device.backend import random_states_kept, seed_in_use
 from hfusion.passes.expected_checks import FailedCheck
 from hfusion.torch_private.functorch import (
     derivative_order,
     in_forward_mode,
+    in_transform,
     in_vmap,
     is_wrapped,
     outside_transforms,
@@ -69,14 +76,30 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
     return stacks
 
 
-def run_members(fused: FusedModule, arguments: Arguments) -> Any:
-    """Call every member with its rows of the array's tensors, or of their replacements, and stack the results."""
+def run_members(fused: FusedModule, arguments: Arguments, why: str) -> Any:
+    """Run the members' own code, with their hooks, one after the other, and join the results.
+
+    Their parameters are rows of the array's tensors, or of those in their places, so that gradients reach the stacks.
+
+    Args:
+        why: for the report.
+
+    Raises:
+        FusionError: members give different structures, or write into an input that all see.
+    """
+    fused._loops[f"{fused._original}: loop over members: {why}"] = None
+    check_members(len(fused), arguments)
     with outside_transforms():
         members = list(fused)
     specs: list[TreeSpec] = []
 
     def run() -> list[Any]:
-        leaves, spec = _stacked(list(_results(fused, members, arguments)))
+        results = list(_results(fused, members, arguments))
+        if arguments.ragged:
+            wide = [pytree.tree_map(lambda x: x[None] if isinstance(x, Tensor) else x, result) for result in results]
+            leaves, spec = pytree.tree_flatten(joined_blocks([([row], result) for row, result in enumerate(wide)]))
+        else:
+            leaves, spec = _stacked(results)
         specs.append(spec)
         return leaves
 
@@ -84,20 +107,46 @@ def run_members(fused: FusedModule, arguments: Arguments) -> Any:
 
 
 def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments) -> Iterator[Any]:
-    shared, watching = fused._array.comparison.shared, running()
-    rows = {name: Listed(stack.unbind()) for name, stack in tensors(fused) if name not in shared}
-    for listed in {id(stack): rows[name] for name, stack in tensors(fused) if name in rows}.values():
-        if watching is not None:
-            watching.took(listed)
+    stacks, watching = dict(tensors(fused)), running()
+    own = {name: stack for name, stack in stacks.items() if name not in fused._array.comparison.shared}
+    listed = {id(stack): Listed(stack.unbind()) for stack in own.values()}
+    frozen = {id(stack): flags for stack in own.values() if (flags := frozen_rows(stack)) is not None}
+    if watching is not None:
+        for of_stack in listed.values():
+            watching.took(of_stack)
+    source = None if in_transform() else member_seeds()
+    low, high = (None, None) if source is None else source.keys()
+    inputs = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in inputs]
     for index, member in enumerate(members):
+        rows = {key: of_stack[index] for key, of_stack in listed.items()}
+        rows |= {key: rows[key].detach() for key, flags in frozen.items() if flags[index]}
         buffers = dict(member.named_buffers())
-        member_tensors = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
-        replacements = {name: row for name, row in member_tensors.items() if name not in buffers or is_wrapped(row)}
+        replacements = {name: rows.get(id(stack), stack) for name, stack in stacks.items()}
+        replacements = {name: row for name, row in replacements.items() if name not in buffers or is_wrapped(row)}
+        for name, parameter in member.named_parameters():
+            for hook in (parameter._backward_hooks or {}).values() if replacements[name].requires_grad else ():
+                replacements[name].register_hook(hook)
         args, kwargs = arguments.of_member(index)
-        yield torch.func.functional_call(member, replacements, args, kwargs)
+        # What a member draws must not depend on the modes of others, which may draw nothing.
+        with nullcontext() if low is None else random_states_kept():
+            if low is not None and high is not None:
+                seed_in_use((int(high[index]) << 32) | int(low[index]))
+            yield torch.func.functional_call(member, replacements, args, kwargs)
         for name, buffer in member.named_buffers():
             if name in buffers and buffer is not buffers[name]:
                 buffers[name].copy_(buffer)
+        with torch.no_grad():
+            for name in own.keys() & replacements.keys():
+                row, target = replacements[name], own[name].detach()[index]
+                if has_address(row) and row.data_ptr() != target.data_ptr():
+                    # Forward has assigned other data to the parameter.
+                    target.copy_(row.detach())
+        if [tensor._version for tensor in inputs] != versions:
+            raise FusionError(
+                f"member {index} of a fused {fused._original} runs its own code, and writes into an input that all "
+                "members see. Let it write into a copy, or give each its own by hf.stacked"
+            )
 
 
 def stacked_results(results: Sequence[Any]) -> Any:

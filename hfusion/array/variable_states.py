@@ -79,11 +79,6 @@ class Situations:
         names = frozenset() if self._variables is None else self._variables.questions.names
         return bool(attributes) and not names.isdisjoint((*attributes, *_BY_ANY_NAME))
 
-    def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether the code of ``models`` reads which parameters need a gradient."""
-        variables = self._variables if self._variables is not None and self._models == models else None
-        return (variables or Variables(models, self._left_out)).questions.gradients
-
     def ran(self, places: Sequence[str]) -> None:
         """After members' own code at ``places`` has run, let only own code read the variables that it has changed."""
         before = self._variables

@@ -135,7 +135,7 @@ def check_alone(index: int, model: nn.Module) -> None:
     for name, tensor in tensors(model):
         if tensor.layout is not torch.strided:
             raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
-        if any(getattr(tensor, hooks, None) for hooks in _TENSOR_HOOKS):
+        if not all(is_own_hook(h) for hooks in _TENSOR_HOOKS for h in (getattr(tensor, hooks, None) or {}).values()):
             raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
     named = dict(tensors(model))
     for key, other in overlaps(named):

@@ -24,14 +24,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hfusion.core.layout import Listed
-from hfusion.core.membership import Membership, has_rows, mark
+from hfusion.core.membership import Membership, has_rows, mark, own_hook
 from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
-from hfusion.torch_private.functorch import has_transforms_active, in_transform
+from hfusion.torch_private.functorch import in_transform
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
 _FROZEN = "_hfusion_frozen_rows"
 _SINK = "_hfusion_sink"
+# Attribute of a leaf: the handle of the hook that ends the marks of its gradient.
+_PENDING = "_hfusion_pending"
 # Limits the notes that are left by backward passes which raised an error.
 _MAX_PASSES = 16
 
@@ -41,9 +43,9 @@ def absent_rows(grad: Tensor) -> Tensor | None:
     return getattr(grad, _ABSENT, None)
 
 
-def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
+def mark_absent(grad: Tensor | None, rows: Tensor | None) -> None:
     """Store on a gradient the members that `absent_rows` returns."""
-    if rows is not None and rows.any():
+    if rows is not None and grad is not None and rows.any():
         setattr(grad, _ABSENT, rows)
         _seen.set()
     elif hasattr(grad, _ABSENT):
@@ -117,13 +119,11 @@ class _Pass:
         reached: the members, as a mask, whose rows of each sink the pass has reached.
         sinks: the reached sinks of each leaf.
         previous_grads: the gradient of each leaf before the pass, and its version.
-        cleared: the members, as a mask, whose gradients hooks have cleared in the pass, by leaf.
     """
 
     reached: dict[_Sink, int] = field(default_factory=dict)
     sinks: dict[Tensor, list[_Sink]] = field(default_factory=dict)
     previous_grads: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
-    cleared: dict[Tensor, int] = field(default_factory=dict)
 
     def note(self, sink: _Sink, members: int) -> None:
         if sink not in self.reached:
@@ -148,32 +148,35 @@ class _Pass:
             if grad is None or (grad is before and grad._version == version) or grad.layout is not torch.strided:
                 # The pass may accumulate nowhere, as in torch.autograd.grad.
                 continue
-            frozen = frozen_rows(leaf)
-            if missing or frozen is not None or leaf in self.cleared:
-                mark_absent(grad, self._absent(leaf, grad, before, rows_of_mask(missing, members), frozen))
-            else:
-                mark_absent(grad, None)
-            for listener in listeners:
-                listener(leaf)
+            mark_absent_until_next(leaf, _absent(grad, before, rows_of_mask(missing, members)) if missing else None)
 
-    def _absent(
-        self, leaf: Tensor, grad: Tensor, before: Tensor | None, missing: Tensor, frozen: Tensor | None
-    ) -> Tensor:
-        """Return the members, bool ``[B]``, that have no gradient after the pass."""
-        absent = missing & _zero_rows(grad, missing)
-        earlier = absent if before is None else absent_rows(before)
-        absent = torch.zeros_like(absent) if earlier is None else absent & earlier
-        if frozen is not None:
-            # A frozen member had no gradient, and the pass gives it none.
-            absent_before = torch.ones_like(absent) if before is None else absent_rows(before)
-            absent = absent if absent_before is None else absent | (absent_before & frozen)
-        return absent | rows_of_mask(self.cleared.get(leaf, 0), len(absent))
+
+def mark_absent_until_next(leaf: Tensor, rows: Tensor | None) -> None:
+    """Mark members as without a gradient in the gradient of ``leaf``, until autograd accumulates one for all."""
+    mark_absent(leaf.grad, rows)
+    trained = isinstance(leaf, nn.Parameter) and leaf.requires_grad
+    if trained and rows is not None and rows.any() and not hasattr(leaf, _PENDING):
+        setattr(leaf, _PENDING, leaf.register_post_accumulate_grad_hook(_all_present))
+
+
+@own_hook
+def _all_present(leaf: Tensor) -> None:
+    getattr(leaf, _PENDING).remove()
+    delattr(leaf, _PENDING)
+    watching = _passes.get(backward_id())
+    # Where the pass is watched, its end finds out which members have a gradient.
+    if leaf.grad is not None and (watching is None or leaf not in watching.previous_grads):
+        mark_absent(leaf.grad, None)
+
+
+def _absent(grad: Tensor, before: Tensor | None, missing: Tensor) -> Tensor:
+    """Return the members, bool ``[B]``, that have no gradient after a pass that did not reach the ``missing``."""
+    absent = missing & _zero_rows(grad, missing)
+    earlier = absent if before is None else absent_rows(before)
+    return torch.zeros_like(absent) if earlier is None else absent & earlier
 
 
 _passes: dict[int, _Pass] = {}
-
-# Callbacks for each leaf whose gradient a pass has marked.
-listeners: list[Callable[[Tensor], None]] = []
 
 
 def _pass() -> _Pass:
@@ -185,21 +188,6 @@ def _pass() -> _Pass:
         _passes[number] = _Pass()
         at_end_of_backward(partial(_finish, number))
     return _passes[number]
-
-
-def note_cleared(leaf: Tensor, member: int) -> None:
-    """Note that a hook has cleared the gradient of a member in the present backward pass."""
-    backward_pass = _passes.get(backward_id())
-    if backward_pass is not None:
-        backward_pass.cleared[leaf] = backward_pass.cleared.get(leaf, 0) | 1 << member
-
-
-def reached(leaf: Tensor) -> Tensor | None:
-    """Return the members, bool ``[B]``, whose losses have reached a leaf in this backward pass; None for all."""
-    backward_pass = _passes.get(backward_id())
-    if backward_pass is None or leaf not in backward_pass.previous_grads:
-        return None
-    return rows_of_mask(backward_pass.live(backward_pass.sinks[leaf]), len(leaf))
 
 
 def _finish(number: int) -> None:
@@ -364,20 +352,6 @@ def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
         yield
     finally:
         _active.rows, _active.total = outer
-
-
-@contextmanager
-def watching_row(tensors: Sequence[Tensor], member: int, total: int) -> Iterator[None]:
-    """Context manager: one member of ``total`` runs alone on ``tensors``, rows of stacked parameters."""
-    if not torch.is_grad_enabled() or has_transforms_active():
-        yield
-        return
-    program_run = ProgramRun()
-    with _as_run(program_run):
-        yield
-    for tensor in tensors:
-        program_run.took_by([member], [tensor], total)
-    program_run.gave(())
 
 
 @contextmanager

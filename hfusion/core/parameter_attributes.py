@@ -56,12 +56,14 @@ def marks(tensor: Tensor) -> dict[str, Any]:
 
 def user_class(parameter: Tensor) -> type[nn.Parameter] | None:
     """Return the class of ``parameter`` if it is a user's subclass of nn.Parameter that leaves its operators alone."""
-    kind = type(parameter)
+    # A member's parameter has a class of its own, made from the user's.
+    kind: Any = getattr(type(parameter), "_hfusion_kind", type(parameter))
     if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
         return None
     plain = kind.__torch_function__ is nn.Parameter.__torch_function__
     same_memory = kind.__basicsize__ == nn.Parameter.__basicsize__
-    return kind if plain and same_memory and kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else None
+    plain = plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return kind if plain and same_memory else None
 
 
 def keep_marks(copied: Tensor, original: Tensor, memo: dict[int, Any] | None = None) -> Tensor:

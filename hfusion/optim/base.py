@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
 from hfusion.core.membership import mark, membership
-from hfusion.core.row_gradients import settle
 from hfusion.device.backend import Recorder, backend
 from hfusion.device.recordings import Recordings
 from hfusion.optim import coupling, master_weights, native_kernels
@@ -128,7 +127,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
-        settle(self._params())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every member. Returns what ``closure`` returns.
@@ -142,7 +140,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        settle(self._params())
         work = self._work()
         skipped = without_gradient(self._params()) if any_absent() else {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import any_absent, frozen_rows
 from hfusion.core.membership import Membership, arrays, membership
-from hfusion.core.row_gradients import settle
 from hfusion.optim.param_groups import split_by_stack_dims
 from hfusion.torch_private.module_hooks import BatchNorm
 from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
@@ -137,7 +136,6 @@ def _hook() -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    settle(_params(optimizer))
     _check_frozen(optimizer)
     check(optimizer)
 

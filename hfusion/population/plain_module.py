@@ -27,9 +27,6 @@ class _NoViews:
     def __init__(self) -> None:
         self.members: dict[int, Any] = {}
 
-    def settle(self) -> None:
-        """Do nothing: there are no views with gradients of their own."""
-
     def update(self, module: PlainModule) -> None:
         """Copy parameters that the user has replaced into the trained ones."""
         module.settle()

@@ -254,7 +254,6 @@ class TrainingGroup:
 
     def _computed(self, losses: Tensor) -> None:
         """Handle the gradients of a call; make the update if it is the last call of one."""
-        self.fused._views.settle()
         if not (self._weighs or self._updates.sums_gradients or self._deferred is not None):
             self._update_all(losses)
             return

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hfusion.array.module import FusedModule
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core import html
+from hfusion.core.membership import is_own_hook
 from hfusion.step.block_partition import BlockPartition, drawing
 from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compile_worker import BackgroundJob
@@ -237,7 +238,10 @@ def traits_of(places: Sequence[Location]) -> Any:
 
 def any_hooks(tensors: Sequence[Tensor]) -> bool:
     # The hooks of a tensor are None or a dict, which may have become empty.
-    return any(map(any, map(_HOOKS, tensors)))
+    if not any(map(any, map(_HOOKS, tensors))):
+        return False
+    held = [hooks for tensor in tensors for hooks in _HOOKS(tensor) if hooks]
+    return not all(is_own_hook(hook) for hooks in held for hook in hooks.values())
 
 
 def hooked(module: nn.Module) -> bool:

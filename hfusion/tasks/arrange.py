@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hfusion.array.fuse import fuse
-from hfusion.array.members_apart import check_alike
+from hfusion.array.member_views import check_together
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import share_programs
@@ -156,7 +156,7 @@ def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine)
     """Return the plan of one array of a task with known members. Raises as `arrange`."""
     room, first, models = room_of(machine, machine.calibrate(), keep=True), first_minibatches(task), task.models
     if isinstance(models, FusedModule):
-        check_alike(models, "hf.train")
+        check_together(models, "hf.train")
     else:
         model_list = [models] if isinstance(models, nn.Module) else models
         models = fuse([model_list[index] for index in members])
@@ -189,7 +189,7 @@ def arrays_of(task: Task, room: Room, first: First | None = None) -> list[Arrang
 
 def _plan_arrays(task: Task, room: Room, first: First) -> list[Arrangement]:
     if isinstance(task.models, FusedModule):
-        check_alike(task.models, "hf.train")
+        check_together(task.models, "hf.train")
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
     models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
     groups = deque(part for group in shapes(models) for part in _alike(task, models, group, first, room))

@@ -209,6 +209,59 @@ def told(model: Any) -> None:
     model.get_submodule("fc").requires_grad_(False)
 
 
+def test_a_step_leaves_rows_alone_that_a_member_does_not_train() -> None:
+    fused, models = pair()
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in models]
+    step = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=False)
+    x, y = inputs(), inputs(1)
+    for change in (None, told, None):
+        if change is not None:
+            change(fused[1])
+            change(models[1])
+        for _ in range(3):
+            losses = step(x, y)
+            for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
+                member_optimizer.zero_grad()
+                value = nn.functional.mse_loss(model(x), y)
+                value.backward()
+                member_optimizer.step()
+                close(loss, value.detach(), "loss")
+        compare(fused, models)
+    assert r"members [1] do not train fc.weight" in str(fused.report())
+    fused[3].get_submodule("norm").eval()
+    models[3].get_submodule("norm").eval()
+    compiled = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=True)
+    with pytest.warns(UserWarning, match=r"norm is in train mode in members \[0, 1, 2\], in eval mode in \[3\]"):
+        compiled(x, y)
+
+
+def test_a_population_hears_its_members() -> None:
+    fused, models = pair()
+    make = lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    pop = hf.Population(fused, optimizer=make, loss=nn.functional.mse_loss, clip_norm=0.5, compile=False)
+    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    assert pop.models[1] is pop.models[1] is fused[1]
+    assert pop.models[-1] is fused[3]
+    for model in (pop.models[2], models[2]):
+        assert model is not None
+        told(model)
+        model.get_submodule("norm").eval()
+        model.get_submodule("out").register_forward_hook(double)
+    for _ in range(2):
+        losses = pop.step(inputs(), inputs(1))
+        for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
+            member_optimizer.zero_grad()
+            value = nn.functional.mse_loss(model(inputs()), inputs(1))
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            member_optimizer.step()
+            close(loss, value.detach(), "loss")
+    for member, expected in zip(fused, models, strict=True):
+        for key, value in expected.state_dict().items():
+            close(member.state_dict()[key], value, key)
+
+
 def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
     fused, _ = pair()
     told(fused[1])
@@ -225,7 +278,7 @@ def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
         epochs=1,
         name="views",
     )
-    with pytest.raises(hf.FusionError, match=r"members \[1\] of a fused Normed do not train fc"):
+    with pytest.raises(hf.FusionError, match=r"members \[1\] do not train fc"):
         hf.train(task)
     fused.requires_grad_()
     optimizer.step()

@@ -265,12 +265,9 @@ def by_a_function() -> nn.Module:
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ([Freezing(0), Freezing(1)], "module norms.0 is left in train mode by model 0, but not by model 1"),
-        ([Freezing(1), Freezing(0)], "module norms.0 is left in train mode by model 1, but not by model 0"),
-        ([Freezing(0), Freezing(0, False)], "norms.1.weight is left to be trained by model 0, but not by model 1"),
-        ([Growing(4, 4), Growing(4, 4)], "model 0 .Growing. changes its modules, or shapes"),
+        ([Growing(4, 4), Growing(4, 4)], "member 0 of a fused Growing does not fit its array: weight has shape"),
         (sharing(SharedWrite), "model 0 writes into weight, which all members share"),
-        (sharing(SharedAssign), "model 0 writes into weight, which all members share"),
+        (sharing(SharedAssign), "weight of member 0 of a fused SharedAssign was assigned, and is one tensor of all"),
         ([by_a_function(), by_a_function()], "train of Linear was set to .* Define it in the class"),
     ],
 )
@@ -283,6 +280,30 @@ def test_unsupported_mode_changes_are_refused_and_undone(models: list[nn.Module]
     assert flags == [module.training for module in array.modules()]
     for name, tensor in array.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ([Freezing(0), Freezing(1)], r"norms.0 is in train mode in members [0], in eval mode in [1]"),
+        ([Freezing(1), Freezing(0)], r"norms.0 is in train mode in members [1], in eval mode in [0]"),
+        ([Freezing(0), Freezing(0, False)], r"members [1] do not train norms.1.weight"),
+    ],
+)
+def test_members_whose_own_modes_differ_run_their_own_code(models: list[nn.Module], words: str) -> None:
+    models, x = [model.double() for model in models], normal(6, 4)
+    array = hf.fuse(models)
+    for module in (array, *models):
+        module.train()
+        module(x).sin().sum().backward()
+    for member, model in zip(array, models, strict=True):
+        assert [m.training for m in member.modules()] == [m.training for m in model.modules()]
+        for parameter, expected in zip(member.parameters(), model.parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None)
+            close(parameter.detach()[None], [expected.detach()], "value")
+            if expected.grad is not None and parameter.grad is not None:
+                close(parameter.grad[None], [expected.grad], "gradient")
+    assert words in str(array.report())
 
 
 def test_evaluating_leaves_the_array_as_it_was() -> None:
