@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Kinds, changed_tensors, enter, resize
-from hfusion.array.member_views import Member, MembersApart, Views
+from hfusion.array.member_module import Member
+from hfusion.array.member_views import MembersApart, Views
 from hfusion.array.program_reuse import Kin, trust
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows

@@ -9,12 +9,9 @@ in modes, hooks or what they train run their own code. What an array cannot repr
 from __future__ import annotations
 
 import copy
-import enum
-import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,188 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_description import member_rows, row_copy
+from hfusion.array.member_module import Member, MemberSettings, MemberWatch, without_hooks
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.compare_models import check_pair
-from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, skeleton
-from hfusion.capture.variable_guards import content
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 from hfusion.core.membership import is_own_hook
-from hfusion.core.module_tables import REGISTERED, ModuleTables
-from hfusion.core.python_values import PLAIN
 from hfusion.core.row_gradients import lies_in, tie, untie
-from hfusion.torch_private.module_hooks import RegisteredHook, registered_hooks
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STANDARD = frozenset(nn.Module().__dict__)
-# nn.RNNBase renews the references to its parameters in forward.
-_OWN = _STANDARD | {"_flat_weights", "_flat_weight_refs"}
-# Subclasses of these may have attributes that change.
-_FIXED = frozenset({*PLAIN, types.FunctionType, types.BuiltinFunctionType})
-_MISSING = object()
 _MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
-_TENSOR_HOOKS, _UNHOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), (None, None)
 # Number of calls after which a program is captured again for attributes that have not changed meanwhile: at first, and
 # at most. Each such capture doubles it, so that captures cost less than the loops that they save.
 _QUIET_CALLS, _MAX_QUIET_CALLS = 8, 512
-
-
-class _CatchUp:
-    """The hook of a member that lets it follow its array before a call. A copy of it does nothing."""
-
-    # As `own_hook` marks a function.
-    _hfusion_own_hook = True
-
-    def __init__(self, views: Views | None = None) -> None:
-        self._views = None if views is None else weakref.ref(views)
-
-    def __call__(self, *_: Any) -> None:
-        if self._views is not None and not torch.compiler.is_compiling() and (views := self._views()) is not None:
-            views.catch_up()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CatchUp:
-        return _CatchUp()
-
-    def __reduce__(self) -> Any:
-        return _CatchUp, ()
-
-
-class Member:
-    """A member of an array that was handed out: ``model``, with tensors in the memory of its row.
-
-    Attributes:
-        parameters, buffers: the tensors of ``model`` that are rows of stacks, by key.
-        modules: the modules of ``model``, by path.
-        trains: which of its parameters were trained at the last `accept`.
-        hooked: where it had a hook of the user at the last `accept`; empty where it had none.
-        fingerprint: all that programs know of it besides tensors; None if not known.
-    """
-
-    def __init__(self, views: Views, model: nn.Module, row: int, shared: frozenset[str]) -> None:
-        self.model, self.row = model, row
-        hooks: Any = vars(model)["_forward_pre_hooks"]
-        hooks["hfusion"] = _CatchUp(views)
-        hooks.move_to_end("hfusion", last=False)
-        self.fingerprint: Any = None
-        self._latest: Any = None
-        self.take(shared)
-
-    def take(self, shared: frozenset[str]) -> None:
-        """Adopt the modules and tensors that the model has now."""
-        self.modules = dict(self.model.named_modules(remove_duplicate=False))
-        named = {name: tensor for name, tensor in tensors(self.model) if name not in shared}
-        self.parameters = {name: t for name, t in named.items() if isinstance(t, nn.Parameter)}
-        self.buffers = {name: t for name, t in named.items() if not isinstance(t, nn.Parameter)}
-        self.flat = tuple({id(t): t for t in self.parameters.values()}.values())
-
-    def accept(self) -> None:
-        """Record what the member is now: later differences are changes."""
-        self._held = ModuleTables(self.model, ("__dict__", *REGISTERED, *HOOKS))
-        self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
-        values = [
-            (name, value)
-            for _, attributes in self._attributes
-            for name, value in attributes.items()
-            if name not in _OWN and not _is_fixed(value)
-        ]
-        self._containers = [(name, value, content(value)) for name, value in values if _holds_fixed(value)]
-        self._has_objects = len(self._containers) < len(values)
-        if self._has_objects:
-            self._latest = modeless_fingerprint(self.model)
-            self.fingerprint = self.fingerprint or self._latest
-        self._state = tensor_states(self.flat)
-        self.trains = self._state[0]
-        self.hooked = self._find_hook()
-
-    def has_changed(self) -> bool:
-        """Return whether anything of the member differs from what it was at the last `accept`."""
-        return (
-            not self._held.is_unchanged()
-            or tensor_states(self.flat) != self._state
-            or any(content(value) != key for _, value, key in self._containers)
-            or (self._has_objects and modeless_fingerprint(self.model) != self._latest)
-        )
-
-    def changed_names(self) -> Collection[str] | None:
-        """Return the names of the attributes that changed since the last `accept`; None if others may have, too."""
-        names = {
-            name
-            for current, recorded in self._attributes
-            for name in current.keys() | recorded.keys()
-            if current.get(name, _MISSING) is not recorded.get(name, _MISSING) and name not in _OWN
-        }
-        names |= {name for name, value, key in self._containers if content(value) != key}
-        if self._has_objects:
-            latest = modeless_fingerprint(self.model)
-            if latest[1:] != self._latest[1:]:
-                return None
-            names |= {name.rpartition(".")[2] for name, _ in set(latest[0]) ^ set(self._latest[0])}
-        return names
-
-    @property
-    def training(self) -> dict[str, bool]:
-        """The modes by path."""
-        return {path: module.training for path, module in self.modules.items()}
-
-    @property
-    def settings(self) -> MemberSettings:
-        """The user's settings of the member."""
-        hooks = {path: registered_hooks(module, _is_of_user) for path, module in self.model.named_modules()}
-        trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
-        return MemberSettings(self.training, trained, {path: found for path, found in hooks.items() if found})
-
-    def _find_hook(self) -> str:
-        """Return the path of a user's hook; empty if there is none."""
-        for path, module in self.modules.items():
-            if any(map(_is_of_user, chain.from_iterable(vars(module)[name].values() for name in HOOKS))):
-                return path or "(root)"
-        return next((name for name, p in self.parameters.items() if _hooks_of(p)), "")
-
-    def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
-        """Set modes by path, and requires_grad of parameters by key."""
-        for path, module in self.modules.items():
-            module.training = modes[path]
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad != trained[name]:
-                parameter.requires_grad_(trained[name])
-
-    def leave(self) -> None:
-        """Become an independent module, with copies of the tensors, as the row is removed."""
-        for tensor in (*self.parameters.values(), *self.buffers.values()):
-            tensor.data = tensor.data.clone()
-            if isinstance(tensor, nn.Parameter):
-                untie(tensor)
-        del vars(self.model)["_forward_pre_hooks"]["hfusion"]
-
-    def become(self, like: nn.Module) -> None:
-        """Replace the attributes by those of ``like``, a model of the same structure."""
-        others = dict(like.named_modules(remove_duplicate=False))
-        own, other = dict(tensors(self.model)), dict(tensors(like))
-        memo: dict[int, Any] = {id(other[name]): tensor for name, tensor in own.items()}
-        memo |= {id(others[path]): module for path, module in self.modules.items()}
-        for path, module in dict(self.model.named_modules()).items():
-            values = {name: value for name, value in vars(others[path]).items() if name not in _STANDARD}
-            attributes = module.__dict__
-            for name in attributes.keys() - _STANDARD:
-                del attributes[name]
-            attributes.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
-        self.fingerprint = None
-        self.accept()
-
-
-@dataclass(frozen=True)
-class MemberSettings:
-    """A user's settings of a member: modes by path, trained parameters by key, hooks by path."""
-
-    modes: Mapping[str, bool]
-    trained: Mapping[str, bool]
-    hooks: Mapping[str, Sequence[RegisteredHook]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +64,7 @@ class Views:
         # which may not read them, do not know yet.
         self._changing, self._outdated = "", set[int]()
         self._states, self._quiet, self._quiet_calls = 1, 0, _QUIET_CALLS
+        self._watch: MemberWatch | None = None
         # The modes, stacks, flags and addresses of the array, when members last followed it.
         self._modes = list[bool]()
         self._names, self._stacks = list[str](), list[Tensor]()
@@ -268,9 +102,10 @@ class Views:
             frozen = None if name in shared else frozen_rows(stacks[name])
             if frozen is not None and frozen[row]:
                 tensor.requires_grad_(False)
-        member = self.members[row] = Member(self, fused._around(row, rows), row, shared)
+        member = self.members[row] = Member(fused._around(row, rows), row, shared, self.catch_up)
         self._align(fused, [row])
         member.accept()
+        self._watch = None
         return member
 
     def note(self, fused: FusedModule) -> None:
@@ -355,7 +190,11 @@ class Views:
         array_changed = self._array_changed(fused)
         if array_changed:
             self._pass_on(fused)
-        rows = [row for row, member in self.members.items() if member.has_changed()]
+        if self._watch is None or not self._watch.is_unchanged():
+            rows = [row for row, member in self.members.items() if member.has_changed()]
+        else:
+            rows = [row for row, member in self.members.items() if member.has_changed_inside()]
+        self._watch = self._watch or (None if rows else MemberWatch(self.members.values()))
         if rows or array_changed or self._changing or (self._outdated and not calling):
             for row in rows:
                 self._hear_tensors(fused, row, self.members[row])
@@ -368,6 +207,7 @@ class Views:
         """Accept the changes made to the members of ``rows``, and divide members by them."""
         for row in rows:
             self.members[row].accept()
+        self._watch = None
         self.freeze(fused)
         self._divide(fused)
         self.note(fused)
@@ -461,7 +301,7 @@ class Views:
         after = list(kinds.contents)
         for row, fingerprint in changed.items():
             if fingerprint not in kinds.skeletons:
-                kinds.skeletons[fingerprint] = _without_hooks(skeleton(row, self.members[row].model))
+                kinds.skeletons[fingerprint] = without_hooks(skeleton(row, self.members[row].model))
             after[row] = fingerprint
             self.members[row].fingerprint = fingerprint
         distinct = list(dict.fromkeys(after))
@@ -642,37 +482,6 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     table[leaf] = tensor
 
 
-def tensor_states(parameters: Sequence[Tensor]) -> tuple[list[bool], list[int], Any]:
-    """Return the state that users can change in parameters: requires_grad, memory and hooks."""
-    hooks = list(map(_TENSOR_HOOKS, parameters))
-    held = [tuple(_hooks_of(parameter)) for parameter in parameters] if hooks.count(_UNHOOKED) < len(hooks) else None
-    return list(map(_TRAINED, parameters)), list(map(Tensor.data_ptr, parameters)), held
-
-
-def _hooks_of(parameter: Tensor) -> list[Any]:
-    """Return the hooks of the user."""
-    tables = [table for table in _TENSOR_HOOKS(parameter) if table]
-    return [hook for table in tables for hook in table.values() if not is_own_hook(hook)]
-
-
-def _is_of_user(hook: Any) -> bool:
-    """Return whether ``hook`` is the user's: neither hfusion's own, nor one of torch that is captured with forward."""
-    return not is_own_hook(hook) and not is_part_of_forward(hook)
-
-
-def _is_fixed(value: Any) -> bool:
-    """Return whether a value cannot change."""
-    kind = type(value)
-    return kind in _FIXED or isinstance(value, type | enum.Enum) or (kind is tuple and all(map(_is_fixed, value)))
-
-
-def _holds_fixed(value: Any) -> bool:
-    """Return whether a value is fixed, or a container of such values, which `content` compares by value."""
-    kind = type(value)
-    items = (*value, *value.values()) if kind is dict else value if kind in (list, set, tuple) else ()
-    return _is_fixed(value) or (kind in (dict, list, set, tuple) and all(map(_holds_fixed, items)))
-
-
 def _modes_differ(settings: MemberSettings, base: MemberSettings) -> bool:
     """Return whether a member is in other modes than its array, which may have more modules."""
     return any(base.modes[path] != mode for path, mode in settings.modes.items())
@@ -688,13 +497,3 @@ def _find_new_rows(sources: Sequence[Any], members: int) -> dict[int, int]:
         if isinstance(source, int) and (source not in new_rows or source == index):
             new_rows[source] = index
     return new_rows
-
-
-def _without_hooks(model: nn.Module) -> nn.Module:
-    """``model`` without the user's hooks."""
-    for module in model.modules():
-        for name in HOOKS:
-            table = getattr(module, name)
-            for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
-                del table[key]
-    return model
