@@ -302,9 +302,6 @@ VALUES = {
     "per_member(opt, ls.ReduceLROnPlateau).step()": "member 0 has a ReduceLROnPlateau: give step metrics",
     "optim.lr_scheduler.ReduceLROnPlateau(opt).step(1.0)": r"metrics have shape \[\] for an array of 3 members",
     "optim.lr_scheduler.ReduceLROnPlateau(opt, factor=[0.1, 0.2])": "factor has 2 values for an array of 3 members",
-    "hf.MemberLogger(wandb='p')": "give options of wandb.init",
-    "hf.MemberLogger(wandb={'name': 'a'})": "members have their own",
-    "hf.MemberLogger(wandb={'reinit': True})": "it is create_new",
 }
 
 PLANS = {

@@ -17,6 +17,7 @@ from hfusion.population.evaluation import check_entries, joined_rows
 from hfusion.population.members import apart
 from hfusion.population.plain_module import PlainModule, of_row, with_row
 from hfusion.population.population import Population
+from hfusion.population.weights import check_member_weights
 
 _SMALL = (torch.float16, torch.bfloat16)
 
@@ -157,11 +158,7 @@ def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Seque
     alive[list(live)] = 1
     if weights is None:
         return alive
-    values = torch.as_tensor(weights, device="cpu").detach().to("cpu", torch.float64)
-    if values.shape != (members,) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
-        raise ValueError(
-            f"weights {values.tolist()} of {members} members: give one for each, at least 0, with a sum above 0"
-        )
+    values = check_member_weights(weights, members, f"of {members} members")
     if free_rows := [row for row in range(members) if values[row] > 0 and not alive[row]]:
         raise ValueError(f"weights: row {free_rows[0]} is free; members are in rows {list(live)}")
     return values

@@ -6,10 +6,8 @@ import csv
 import math
 import operator
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -93,7 +91,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None) -> None:
-        _imported("tensorboard", "tensorboard")
+        try:
+            import_module("tensorboard")
+        except ImportError as error:
+            raise ImportError("hf.MemberLogger(tensorboard=...) needs tensorboard: pip install tensorboard") from error
         from torch.utils.tensorboard import SummaryWriter
 
         self._make, self._folder, self._purge_step = SummaryWriter, Path(folder), purge_step
@@ -111,110 +112,22 @@ class TensorBoard:
             writer.close()
 
 
-class Wandb:
-    """A run for each member of the service Weights & Biases. Needs the package wandb; ``options`` go to its init.
-
-    With ``id``, the id of each member's run is made of it and the member's name, and an existing run is resumed.
-    """
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        if not isinstance(options, Mapping):
-            raise ValueError(f'wandb={options!r}: give options of wandb.init, such as {{"project": "sweep"}}')
-        for name, remedy in (("name", 'members have their own; give "group"'), ("reinit", "it is create_new")):
-            if name in options:
-                raise ValueError(f"wandb={{{name!r}: {options[name]!r}}}: leave it out, {remedy}")
-        self._init: Any = _imported("wandb", "wandb").init
-        self._id, self._options = options.get("id"), {key: value for key, value in options.items() if key != "id"}
-        self._runs: dict[str, Any] = {}
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
-        if member not in self._runs:
-            options = self._options
-            if self._id is not None:
-                run_id = f"{self._id}-{blake2b(member.encode(), digest_size=6).hexdigest()}"
-                options = {"id": run_id, "resume": "allow", **options}
-            # Several runs at a time in one process.
-            self._runs[member] = self._init(name=member, reinit="create_new", **options)
-        self._runs[member].log(dict(values), step=step)
-
-    def close(self, error: BaseException | None) -> None:
-        for run in self._runs.values():
-            run.finish(exit_code=0 if error is None else 1)
-
-
-class Mlflow:
-    """A run for each member of an experiment of MLflow. Needs the package mlflow.
-
-    If a run is active in this experiment, they are its children; if it is resumed, so are its children.
-    """
-
-    def __init__(self, experiment: str) -> None:
-        mlflow = _imported("mlflow", "mlflow")
-        self._entities: Any = _imported("mlflow.entities", "mlflow")
-        self._client = mlflow.MlflowClient()
-        record = self._client.get_experiment_by_name(experiment)
-        self._experiment = record.experiment_id if record is not None else self._client.create_experiment(experiment)
-        active = mlflow.active_run()
-        inside = active is not None and active.info.experiment_id == self._experiment
-        self._parent: dict[str, str] = {"mlflow.parentRunId": active.info.run_id} if inside else {}
-        self._runs = self._children()
-        self._running_members: set[str] = set()
-
-    def _children(self) -> dict[str, str]:
-        """Return the ids of the active run's children, by name."""
-        run_ids: dict[str, str] = {}
-        for key, parent in self._parent.items():
-            token: Any = None
-            while token != "":
-                page = self._client.search_runs([self._experiment], f"tags.`{key}` = '{parent}'", page_token=token)
-                run_ids |= {run.info.run_name: run.info.run_id for run in page}
-                token = page.token or ""
-        return run_ids
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
-        if member not in self._runs:
-            self._runs[member] = self._client.create_run(
-                self._experiment, run_name=member, tags=self._parent
-            ).info.run_id
-        elif member not in self._running_members:
-            self._client.update_run(self._runs[member], status="RUNNING")
-        self._running_members.add(member)
-        timestamp = time.time_ns() // 1_000_000
-        metrics = [self._entities.Metric(name, value, timestamp, step) for name, value in values.items()]
-        self._client.log_batch(self._runs[member], metrics=metrics)
-
-    def close(self, error: BaseException | None) -> None:
-        killed = isinstance(error, KeyboardInterrupt)
-        status = "FINISHED" if error is None else "KILLED" if killed else "FAILED"
-        for member in self._running_members:
-            self._client.set_terminated(self._runs[member], status)
-
-
-def _imported(module: str, package: str) -> Any:
-    """Return a module. Raises an ImportError that says how to install it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(f"hf.MemberLogger({package}=...) needs {package}: pip install {package}") from error
-
-
 class MemberLogger:
-    """Log numbers of each member, under its name, to files, TensorBoard, W&B and MLflow.
+    """Log numbers of each member, under its name, to files, TensorBoard, and whatever else has a sink.
 
     Args:
         csv: the path of a file, see `Csv`.
         tensorboard: a folder, see `TensorBoard`.
-        wandb: options of ``wandb.init``, such as ``{"project": "sweep"}``, see `Wandb`.
-        mlflow: the name of an experiment, see `Mlflow`.
-        sinks: further objects with ``write(step, member, values)`` and ``close(error)``.
+        sinks: further objects with ``write(step, member, values)`` and ``close(error)``; examples/member_sinks.py has
+            those of W&B and MLflow.
         purge_step: for a run that resumes from a checkpoint of this step: values of this step and later, which were
             logged before the run was killed, are ignored in the file and the folder.
 
-    If an exception ends its ``with`` block, runs of W&B and MLflow are marked as failed or killed.
+    If an exception ends its ``with`` block, sinks are closed with it.
 
     Raises:
-        ImportError: a package is not installed.
-        ValueError: the file is not a log, or an option is set by the logger itself.
+        ImportError: the package tensorboard is not installed.
+        ValueError: the file is not a log.
 
     Example:
         >>> with MemberLogger() as logger:
@@ -226,8 +139,6 @@ class MemberLogger:
         *,
         csv: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
-        wandb: Mapping[str, Any] | None = None,
-        mlflow: str | None = None,
         sinks: Sequence[LogSink] = (),
         purge_step: int | None = None,
     ) -> None:
@@ -240,10 +151,6 @@ class MemberLogger:
                 self._sinks.append(Csv(csv, purge_step))
             if tensorboard is not None:
                 self._sinks.append(TensorBoard(tensorboard, purge_step))
-            if wandb is not None:
-                self._sinks.append(Wandb(wandb))
-            if mlflow is not None:
-                self._sinks.append(Mlflow(mlflow))
         except BaseException as error:
             self._close(error)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -165,20 +165,12 @@ def _with_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     return model
 
 
-def _checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int]) -> dict[int, float]:
-    """Return each row's share of a mean, without shares of 0; they sum to 1. Raises ValueError for invalid weights."""
-    if not rows:
-        raise ValueError("average of no rows: give at least one member")
-    if weights is None:
-        return dict.fromkeys(rows, 1 / len(rows))
+def check_member_weights(weights: Any, members: int, where: str) -> Tensor:
+    """Return weights as float64 ``[members]`` on the CPU. Raises ValueError, with ``where``, for invalid ones."""
     values = torch.as_tensor(weights, device="cpu").detach().to("cpu", torch.float64)
-    if values.shape != (len(rows),) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
-        raise ValueError(
-            f"weights {values.tolist()} for the average of rows {list(rows)}: give one for each, at least 0, with a "
-            "sum above 0"
-        )
-    shares = (values / values.sum()).tolist()
-    return {row: share for row, share in zip(rows, shares, strict=True) if share > 0}
+    if values.shape != (members,) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
+        raise ValueError(f"weights {values.tolist()} {where}: give one for each, at least 0, with a sum above 0")
+    return values
 
 
 def _weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
@@ -203,7 +195,12 @@ def average(
     """
     if optimizer not in ("keep", "reset"):
         raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
-    shares = _checked_weights(weights, rows)
+    if not rows:
+        raise ValueError("average of no rows: give at least one member")
+    values = torch.ones(len(rows), dtype=torch.float64, device="cpu")
+    if weights is not None:
+        values = check_member_weights(weights, len(rows), f"for the average of rows {list(rows)}")
+    shares = {row: share for row, share in zip(rows, (values / values.sum()).tolist(), strict=True) if share > 0}
     slot_of = population._layout.slot_of
     stacks = {group.number: held for group, held in _stacks(population)}
     _check_alike({row: stacks[slot_of(row)[0].number] for row in dict.fromkeys([*rows, *(targets or ())])})
@@ -236,23 +233,17 @@ def _means(
     Integer tensors, such as BatchNorm's count of batches, are not averaged but copied from the last row, as
     `torch.optim.swa_utils.AveragedModel` copies the buffers of its latest model.
     """
-    last_group, last_local = population._layout.slot_of(list(shares)[-1])
-    by_group = population._by_group(list(shares))
-    in_order = [shares[group.rows[local]] for group, places in by_group for local in places]  # type: ignore[index]
-    share = torch.tensor(in_order, dtype=torch.float64, device="cpu")
+    slots = [population._layout.slot_of(row) for row in shares]
+    share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
+    last_group, last_local = slots[-1]
     means = {}
     for name, stack in stacks[last_group.number].items():
-        if not stack.is_floating_point() and not stack.is_complex():
+        if stack.is_floating_point() or stack.is_complex():
+            values = [stacks[group.number][name][local].to(stack.device) for group, local in slots]
+            means[name] = _weighted_mean(torch.stack(values), share)
+        else:
             means[name] = stack[last_local].clone()
-            continue
-        values = [_rows(stacks[group.number][name], places).to(stack.device) for group, places in by_group]
-        means[name] = _weighted_mean(values[0] if len(values) == 1 else torch.cat(values), share)
     return means
-
-
-def _rows(stack: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return rows of a stack; the stack itself, without a copy, if they are all of them."""
-    return stack if list(rows) == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
 
 
 def _check_alike(held: Mapping[int, Mapping[str, Tensor]]) -> None:

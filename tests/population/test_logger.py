@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import hfusion as hf
+from examples.member_sinks import Mlflow, Wandb
 from tests.checkpoint.living import population
 
 
@@ -142,10 +143,10 @@ def wandb_records(path: Path) -> list[Any]:
 def test_wandb_has_a_run_for_each_member(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     options = {"project": "p", "mode": "offline", "dir": str(tmp_path), "settings": wandb.Settings(silent=True)}
-    with hf.MemberLogger(wandb=options) as logger:
+    with hf.MemberLogger(sinks=[Wandb(options)]) as logger:
         logger.log(["a", "b/c d"], 0, **{"loss": [0.1, math.nan], "val/top 1": [0.5, 0.25]})
         logger.log(["a"], 3, loss=[math.inf])
-    with pytest.raises(RuntimeError), hf.MemberLogger(wandb={**options, "id": "mine"}) as logger:
+    with pytest.raises(RuntimeError), hf.MemberLogger(sinks=[Wandb({**options, "id": "mine"})]) as logger:
         log_and_raise(logger, RuntimeError(), ["a"], 1, loss=[1.0])
     runs = {}
     for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
@@ -175,11 +176,11 @@ def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'runs.db'}")
     mlflow.set_experiment("e")
     values = {"loss": [0.1, math.nan], "val/top 1": [0.5, 0.25]}
-    with mlflow.start_run() as parent, pytest.raises(KeyboardInterrupt), hf.MemberLogger(mlflow="e") as logger:
+    with mlflow.start_run() as parent, pytest.raises(KeyboardInterrupt), hf.MemberLogger(sinks=[Mlflow("e")]) as logger:
         log_and_raise(logger, KeyboardInterrupt(), ["a", "b/c d"], 0, **values)
-    with mlflow.start_run(run_id=parent.info.run_id), hf.MemberLogger(mlflow="e") as logger:
+    with mlflow.start_run(run_id=parent.info.run_id), hf.MemberLogger(sinks=[Mlflow("e")]) as logger:
         logger.log(["a", "new"], 1, loss=[1.0, 2.0])
-    with hf.MemberLogger(mlflow="e") as logger:
+    with hf.MemberLogger(sinks=[Mlflow("e")]) as logger:
         logger.log(["a"], 5, loss=[9.0])
     client = mlflow.MlflowClient()
     histories = {}
