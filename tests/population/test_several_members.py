@@ -235,7 +235,7 @@ def test_moments_are_those_of_the_members(name: str, softmax: int | None) -> Non
     models = [net().eval() for _ in range(4)]
     ensemble = hf.Ensemble(hf.fuse(models), WEIGHTS[name], softmax=softmax).eval()
     x = torch.randn(5, 4, dtype=DOUBLE)
-    outputs = [unlike_model(x) if softmax is None else unlike_model(x).softmax(softmax) for model in models]
+    outputs = [model(x) if softmax is None else model(x).softmax(softmax) for model in models]
     expected = moments(outputs, WEIGHTS[name])
     ensemble_close(ensemble(x), expected)
     program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
@@ -316,7 +316,7 @@ def test_selection_is_that_of_the_plain_loop(case: str, size: int) -> None:
     x = torch.randn(40, 4, dtype=DOUBLE)
     y = torch.randint(3, (40,)) if case != "numbers" else torch.randn(40, 3, dtype=DOUBLE)
     with torch.no_grad():
-        outputs = [unlike_model(x) if case == "numbers" else unlike_model(x).softmax(1) for model in models]
+        outputs = [model(x) if case == "numbers" else model(x).softmax(1) for model in models]
 
     def accuracy(p: Tensor, y: Tensor) -> float:
         return float((p.argmax(1) == y).double().mean()) if p.isfinite().all() else float("nan")
