@@ -121,9 +121,7 @@ def test_patience_restores_the_best() -> None:
     same(pop.fused[2], best)
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-@pytest.mark.parametrize("patience", [0, 1, 3])
-@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize(("mode", "patience", "restore"), [("min", 0, False), ("max", 1, True), ("min", 3, True)])
 def test_patience_counts_as_lightning(mode: Any, patience: int, restore: bool) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import EarlyStopping

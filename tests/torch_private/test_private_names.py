@@ -7,6 +7,7 @@ import importlib
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,11 @@ OTHERS = {
 }
 
 
+# Several tests look at each file.
+parsed = cache(ast.parse)
+
+
+@cache
 def imported(tree: ast.Module) -> dict[str, str]:
     """The path below torch of each name that a file imports from there."""
     paths = {}
@@ -166,7 +172,7 @@ def is_private(path: str) -> bool:
 
 def private_paths(source: str) -> Iterator[str]:
     """Yield the private paths below torch that a file imports, reads or names in a text."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     paths = imported(tree)
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     # Of a chain of attributes the whole.
@@ -181,7 +187,7 @@ def private_paths(source: str) -> Iterator[str]:
 
 def foreign_attributes(source: str, own_names: set[str]) -> Iterator[str]:
     """Yield the underscored attributes that a file reads of objects, and that no file of hfusion defines."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     paths = imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -191,7 +197,7 @@ def foreign_attributes(source: str, own_names: set[str]) -> Iterator[str]:
 
 
 def defined(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -204,7 +210,7 @@ def defined(source: str) -> Iterator[str]:
 
 def patches(source: str) -> Iterator[str]:
     """Yield the statements that assign an attribute of something of torch."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     paths = imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and path_of(node.value, paths):
