@@ -16,7 +16,6 @@ pytest.importorskip("sklearn")
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
-from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import train_test_split
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -154,48 +153,3 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
 def test_what_is_not_fitted_says_so() -> None:
     with pytest.raises(NotFittedError):
         EnsembleRegressor().predict([[1.0]])
-
-
-def _stopped(model: Any, column: int) -> tuple[float, int]:
-    """The best score of a member and the epochs that it had, by scikit-learn's rule on what it scored."""
-    best, count = -np.inf, 0
-    for epoch, score in enumerate(model.validation_scores_[:, column]):
-        count = count + 1 if score < best + model.tol else 0
-        best = max(best, score)
-        if count > model.n_iter_no_change:
-            return best, epoch + 1
-    return best, len(model.validation_scores_)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", [EnsembleClassifier, EnsembleRegressor])
-def test_members_stop_early_with_their_best_weights(kind: Any, weighted: bool) -> None:
-    generator = np.random.default_rng(1)
-    x = generator.normal(size=(120, 3))
-    y = x[:, 0] * x[:, 1] + generator.normal(size=120)
-    target = np.where(y > 0, "same", "other") if kind is EnsembleClassifier else np.stack([y, x[:, 2] + y], 1)
-    weights = generator.integers(1, 4, 120) if weighted else None
-    options = {"early_stopping": True, "n_iter_no_change": 3, "validation_fraction": 0.25, "max_iter": 60}
-    model = kind(**{**SMALL, **options}, random_state=0).fit(x, target, weights)
-    scores = model.validation_scores_
-    assert scores.shape == model.loss_curve_.shape == (model.n_iter_, 2)
-    ends = []
-    for member in range(2):
-        best, epochs = _stopped(model, member)
-        assert best == model.best_validation_scores_[member] == np.nanmax(scores[:, member])
-        assert np.isnan(scores[epochs:, member]).all()
-        assert np.isfinite(scores[:epochs, member]).all()
-        ends.append(epochs)
-    assert model.n_iter_ == max(ends) < 60
-    # What is left are the weights that had the best scores.
-    seed = int(np.random.RandomState(0).randint(2**31 - 1))
-    classes = kind is EnsembleClassifier
-    _, held = train_test_split(np.arange(120), test_size=0.25, random_state=seed, stratify=target if classes else None)
-    for member in range(2):
-        if classes:
-            found = model.classes_[model.member_probabilities(x[held])[member].argmax(1)]
-            right = accuracy_score(target[held], found, sample_weight=None if weights is None else weights[held])
-        else:
-            found = model.member_predictions(x[held])[member]
-            right = r2_score(target[held], found, sample_weight=None if weights is None else weights[held])
-        assert right == pytest.approx(model.best_validation_scores_[member], rel=1e-9)

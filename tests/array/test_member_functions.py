@@ -171,30 +171,6 @@ def test_members_that_do_not_step_are_left_alone() -> None:
         assert not torch.equal(stack[0], old[0])
 
 
-def test_further_arguments() -> None:
-    """Averages of weights over time: a stack that is written, a rate of each member, numbers that change."""
-    fused, models = array(3)
-    average = {"0.weight": fused.get_parameter("0.weight").detach().clone()}
-    alone = [average["0.weight"][row].clone() for row in range(3)]
-    rates = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)
-
-    @hf.each
-    def update(params: Tensors, grads: Tensors, means: Tensors, rate: Tensor, offset: Tensor, *, power: int) -> None:
-        means["0.weight"].add_((params["0.weight"] - means["0.weight"]) * rate**power)
-        params["0.bias"].add_(offset)
-
-    for power in range(1, 30):
-        offset = torch.full((6,), float(power), dtype=DOUBLE)
-        update(fused, hf.stacked(average), hf.stacked(rates), offset, power=power)
-        for row, member in enumerate(models):
-            with torch.no_grad():
-                alone[row].add_((member.get_parameter("0.weight") - alone[row]) * rates[row] ** power)
-                member.get_parameter("0.bias").add_(offset)
-    equal(fused, models)
-    torch.testing.assert_close(average["0.weight"], torch.stack(alone), rtol=1e-12, atol=1e-13)
-    assert update.report().loops == ()
-
-
 def test_buffers() -> None:
     fused = hf.fuse([nn.BatchNorm1d(3).double() for _ in range(3)])
 

@@ -117,33 +117,6 @@ def test_state_that_does_not_fit(name: str, options: dict[str, Any], steps: int,
     assert all(map(torch.equal, array.params, before))
 
 
-FITTING: dict[str, Callable[[dict[str, Tensor]], None]] = {
-    "counts as doubles": lambda entry: entry.update(step=entry["step"].double()),
-    "counts as integers": lambda entry: entry.update(step=entry["step"].long()),
-    "counts in steps": lambda entry: entry.update(step=entry["step"].repeat_interleave(2)[::2]),
-    "strided": replaced(lambda t: t.mT.contiguous().mT),
-    "data strided": data(lambda t: t.mT.contiguous().mT),
-    "every other": replaced(lambda t: t.repeat_interleave(2, dim=1)[:, ::2]),
-    "moved": data(Tensor.clone),
-}
-
-
-@ALL
-@STEPS
-@pytest.mark.parametrize("change", FITTING.values(), ids=FITTING)
-def test_state_that_fits(name: str, options: dict[str, Any], steps: int, change: Any) -> None:
-    fused, array = begun(name, options, steps, torch.float64)
-    alone = [getattr(torch.optim, name)(params, lr=0.01, **options) for params in array.members]
-    for optimizer, saved in zip(alone, fused.unfuse(), strict=True):
-        optimizer.load_state_dict(saved)
-    for param, member_params in zip(array.params, zip(*array.members, strict=True), strict=True):
-        for row, member_param in zip(param.detach(), member_params, strict=True):
-            member_param.data = row.clone()
-    change(state(fused, array))
-    run(array, fused, alone, 3)
-    array.assert_equal()
-
-
 GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "another shape": (lambda g: g.reshape(3, 30, 40), r"has shape \[3, 30, 40\], the parameter \[3, 40, 30\]"),
     "complex": (lambda g: g.to(torch.complex64), r"is torch.complex64, the parameter torch.float32"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,30 +90,6 @@ def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -
     with pytest.raises(hf.FusionError, match=message):
         hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=True)
     assert torch.equal(fused.get_parameter("weight"), before)
-
-
-def test_an_optimizer_for_each_member_over_its_live_views() -> None:
-    """The replacement that docs/forward.md shows."""
-    models = [nn.Linear(3, 4, bias=False).double() for _ in range(3)]
-    fused = hf.fuse(copy.deepcopy(models))
-    members = list(fused)
-    optimizers = [torch.optim.Adafactor(member.parameters()) for member in members]
-    alone = [torch.optim.Adafactor(model.parameters()) for model in models]
-    x = torch.randn(5, 3).double()
-    for _ in range(3):
-        fused.zero_grad()
-        (fused(x) ** 2).flatten(1).mean(1).sum().backward()
-        for index, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
-            for param, stack in zip(member.parameters(), fused.parameters(), strict=True):
-                assert stack.grad is not None
-                param.grad = stack.grad[index]
-            optimizer.step()
-        for model, optimizer in zip(models, alone, strict=True):
-            optimizer.zero_grad()
-            (model(x) ** 2).mean().backward()
-            optimizer.step()
-    for index, model in enumerate(models):
-        torch.testing.assert_close(fused[index].get_parameter("weight"), model.weight, rtol=1e-9, atol=0)
 
 
 class Ours(torch.optim.SGD):

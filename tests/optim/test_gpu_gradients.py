@@ -97,26 +97,3 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(value: float, norm_typ
         assert clean is not None
         assert spoiled is not None
         assert torch.equal(clean[[0, 2]], spoiled[[0, 2]])
-
-
-@pytest.mark.parametrize("kind", ["order", "strided", "members last", "twice", "complex", "HFUSION_NATIVE=0"])
-def test_gradients_that_kernels_do_not_take(kind: str, kernels: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    array = Array(2, [(4, 3), (6,)], torch.complex128 if kind == "complex" else torch.float64, DEVICE)
-    array.draw_grads()
-    first, other = array.params[0], array.params[1]
-    assert first.grad is not None
-    if kind == "strided":
-        first.grad = torch.stack([first.grad, first.grad], 2)[:, :, 0]
-    elif kind == "members last":
-        first.grad = first.grad.movedim(0, -1).contiguous().movedim(-1, 0)
-    elif kind == "twice":
-        array.params.append(other)
-    elif kind == "HFUSION_NATIVE=0":
-        monkeypatch.setenv("HFUSION_NATIVE", "0")
-    order = 3.0 if kind == "order" else 2.0
-    if kind == "twice":
-        norms = torch.stack([torch.nn.utils.get_total_norm([a.grad, b.grad, b.grad]) for a, b in array.members])  # type: ignore[list-item]
-        torch.testing.assert_close(optim.clip_grad_norm_(array.params, 0.5), norms, rtol=1e-12, atol=0.0)
-    else:
-        assert_equal(array, optim.clip_grad_norm_(array.params, 0.5, order), clip_alone(array, [0.5] * 2, order))
-    assert not kernels

@@ -93,26 +93,6 @@ def test_kernels_round_where_torch_does(name: str, options: dict[str, Any], dtyp
     assert fused.launches == "recorded and replayed as one"
 
 
-@DTYPES
-@pytest.mark.parametrize("case", ["strided", "HFUSION_NATIVE=0", "NAdam", "Adagrad"])
-@pytest.mark.usefixtures("recorded")
-def test_parameters_that_kernels_do_not_take_are_stepped_by_torch(
-    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array = Array(3, ((4, 6), (3,)), dtype)
-    name, options = "Adam", {"lr": Per(0.1, 0.5), "eps": 1e-4}
-    if case == "strided":
-        array.params[0].data = array.params[0].data.transpose(1, 2).contiguous().transpose(1, 2)
-    elif case == "HFUSION_NATIVE=0":
-        monkeypatch.setenv("HFUSION_NATIVE", "0")
-    else:
-        # Adagrad's state begins with a value that differs between members.
-        name, options = case, options | ({"initial_accumulator_value": Per(0.5, 0.5)} if case == "Adagrad" else {})
-    fused, differences = unequal(name, options, array, 4)
-    assert not any(differences.values()), differences
-    assert fused.launches.startswith(f"launched one by one: torch's own {name} steps the members of")
-
-
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)

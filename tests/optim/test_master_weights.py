@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import hfusion as hf
-from hfusion.optim import base
-from tests.optim.arrays import CASES, EVERY, FORMULAS, Array, alone_class, for_array, for_member
-from tests.optim.interpreted import forget, interpret
-from tests.optim.tape import Closure
+from tests.optim.arrays import EVERY, Array, alone_class, for_array, for_member
 
 SHAPES = ((7, 5), (2,), (0,), (131,))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -77,21 +73,6 @@ def test_steps_are_those_of_float32_copies(name: str, options: dict[str, Any], d
     fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
     train(fused, alone)
     check(fused, alone)
-
-
-@DTYPES
-@pytest.mark.parametrize(("name", "options"), [CASES["adam-all"], CASES["sgd-momentum"], FORMULAS["rmsprop"]])
-def test_steps_are_recorded_on_an_accelerator(
-    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interpret(monkeypatch)
-    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(Closure()))
-    array = Array(3, SHAPES, dtype)
-    fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
-    train(fused, alone, 6)
-    check(fused, alone)
-    assert fused.launches == "recorded and replayed as one"
-    forget()
 
 
 def models(count: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:
@@ -189,25 +170,6 @@ def test_weights_that_are_written_count() -> None:
     steps(optimizer, fused, [batch()])
     for weight, other in zip(weights(fused), before, strict=True):
         assert torch.equal(weight, other)
-
-
-def test_a_grad_scaler_skips_members() -> None:
-    fused = hf.fuse(models(2, torch.float16))
-    optimizer = hf.optim.Adam(fused.parameters(), lr=0.01, master_weights=True)
-    steps(optimizer, fused, [batch(torch.float16)])
-    before = [fused.state_dict(), copy.deepcopy(optimizer.state_dict()["state"])]
-    scaler = hf.optim.GradScaler(init_scale=2.0)
-    losses = hf.per_model(F.mse_loss)(fused(batch(torch.float16)[0]), batch(torch.float16)[1])
-    scaler.scale(losses).sum().backward()
-    for param in fused.parameters():
-        assert param.grad is not None
-        param.grad[1] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    for index, param in enumerate(fused.parameters()):
-        state, old = optimizer.state[param], before[1][index]
-        assert torch.equal(state["master_param"][1], old["master_param"][1])
-        assert not torch.equal(state["master_param"][0], old["master_param"][0])
 
 
 def test_invalid_use_is_refused() -> None:

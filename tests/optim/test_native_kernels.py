@@ -108,28 +108,6 @@ def test_without_a_library_formulas_run(
     array.assert_equal()
 
 
-DENORMAL = 1e-40
-
-
-@pytest.mark.parametrize(("name", "options"), [("Adam", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
-@pytest.mark.usefixtures("compiler")
-def test_moments_that_died_down_become_zero_and_nothing_else_does(name: str, options: dict[str, Any]) -> None:
-    """Denormal numbers are slow; the caller's arithmetic goes on with them."""
-    param = mark(Parameter(torch.ones(2, 40_000)), Membership("w", 2, True))
-    fused = getattr(optim, name)([param], lr=0.1, **options)
-    param.grad = torch.ones_like(param)
-    fused.step()
-    before = param.detach().clone()
-    stacks = [stack for key, stack in fused.state[param].items() if key != "step"]
-    for stack in stacks:
-        stack.fill_(DENORMAL)
-    param.grad = torch.zeros_like(param)
-    fused.step()
-    assert torch.equal(param, before)
-    assert all(stack.count_nonzero() == 0 for stack in stacks)
-    assert (torch.full((40_000,), DENORMAL) * 0.5).count_nonzero() == 40_000
-
-
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dtype) -> None:

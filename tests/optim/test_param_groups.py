@@ -84,39 +84,6 @@ def test_a_rule_for_one_model_gives_the_groups_of_an_array(rule: Rule) -> None:
         torch.testing.assert_close(stack, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("rule", [nanogpt, marked], ids=lambda rule: rule.__name__)
-def test_a_population_and_a_sweep_take_groups(rule: Rule) -> None:
-    """The optimizer is made from parameters alone, and tried on others before."""
-    models = [Net() for _ in range(2)]
-    alone = [[{"params": [p], **(rule(name, p) or {})} for name, p in model.named_parameters()] for model in models]
-    others = [torch.optim.AdamW(groups, lr=0.1) for groups in alone]
-    x, y = torch.randn(5, 4).double(), torch.zeros(5, 3).double()
-    pop = hf.Population(
-        models, optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, rule), lr=0.1), loss=F.mse_loss
-    )
-    for _ in range(3):
-        pop.step(x, y)
-        for model, other in zip(models, others, strict=True):
-            other.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            other.step()
-    for name, stack in pop.fused.named_parameters():
-        expected = torch.stack([model.get_parameter(name) for model in models])
-        torch.testing.assert_close(stack, expected, rtol=1e-9, atol=1e-12, msg=name)
-    optuna = pytest.importorskip("optuna")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    result = hf.sweep(
-        Net,
-        lambda trial: {},
-        F.mse_loss,
-        [(x, y)],
-        optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, rule), lr=0.1),
-        trials=2,
-        epochs=1,
-    )
-    assert len(result.trials) == 2
-
-
 WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
     "no options": (lambda member: 0.1, r"returned float for 'temperature' of member 0"),
     "left out of some": (lambda member: None if member else {}, "of member 1.*give the same options for all members"),

@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler as ls
 from torch.optim.swa_utils import SWALR
 
 import hfusion as hf
-from hfusion import FusionError
 from tests.optim.arrays import Array, Per, run, start
 
 
@@ -75,30 +74,6 @@ def test_equals_alone(make: Callable[[Any], Any], members: int, name: str) -> No
     array.assert_equal()
 
 
-def test_a_scheduler_resumes() -> None:
-    array = Array(3, shapes=[(3,)])
-    fused, _ = start("SGD", {"lr": Per(0.1, 0.5)}, array)
-    scheduler = ls.CosineAnnealingLR(fused, 10)
-    rates = []
-    for step in range(6):
-        if step == 3:
-            file = io.BytesIO()
-            torch.save([fused.state_dict(), scheduler.state_dict()], file)
-            file.seek(0)
-            saved, schedule = torch.load(file, weights_only=True)
-        fused.step()
-        scheduler.step()
-        rates.append(fused.param_groups[0]["lr"].tolist())
-    again, _ = start("SGD", {"lr": 1.0}, array)
-    resumed = ls.CosineAnnealingLR(again, 10)
-    resumed.load_state_dict(schedule)
-    again.load_state_dict(saved)
-    for step in range(3, 6):
-        again.step()
-        resumed.step()
-        assert again.param_groups[0]["lr"].tolist() == rates[step]
-
-
 METRICS = torch.rand(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 METRICS[5, 1] = float("nan")
 
@@ -154,41 +129,6 @@ def test_plateaus_equal_alone(options: dict[str, Any], name: str) -> None:
     assert len(set(fused.param_groups[0]["lr"].tolist())) == 3
 
 
-CYCLES: dict[str, dict[str, Any]] = {
-    "rates": {"max_lr": [0.5, 0.1, 0.02], "total_steps": 12},
-    "all": {
-        "max_lr": (0.5, 0.1, 0.02),
-        "total_steps": [12, 10, 14],
-        "pct_start": [0.3, 0.4, 0.5],
-        "anneal_strategy": ["cos", "linear", "cos"],
-        "base_momentum": [0.8, 0.7, 0.6],
-        "div_factor": torch.tensor([25.0, 10.0, 5.0]),
-        "three_phase": [True, False, True],
-    },
-}
-
-
-@pytest.mark.parametrize("options", CYCLES.values(), ids=CYCLES)
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_one_cycle_for_each_member(options: dict[str, Any], name: str) -> None:
-    array = Array(3, shapes=[(3,)])
-    fused, optimizers = start(name, {"momentum": 0.9} if name == "SGD" else {}, array)
-    scheduler = hf.optim.lr_scheduler.OneCycleLR(fused, **options)
-    references = [ls.OneCycleLR(o, **alone(options, member)) for member, o in enumerate(optimizers)]
-    for step in range(9):
-        run(array, fused, optimizers, 1)
-        if step == 4:
-            saved = scheduler.state_dict()
-            scheduler = hf.optim.lr_scheduler.OneCycleLR(fused, **options)
-            scheduler.load_state_dict(saved)
-        scheduler.step()
-        for reference in references:
-            reference.step()
-        assert fused.param_groups[0]["lr"].tolist() == [o.param_groups[0]["lr"] for o in optimizers]
-        assert scheduler.get_last_lr()[0].tolist() == [reference.get_last_lr()[0] for reference in references]
-    array.assert_equal()
-
-
 # Classes of torch with arguments of which torch takes one, or a list with one for each param group.
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "OneCycleLR": (ls.OneCycleLR, {"max_lr": [0.5, 0.1, 0.02], "total_steps": 12}),
@@ -222,18 +162,3 @@ def test_a_class_with_a_value_per_member(name: str, groups: int) -> None:
             reference.step()
         for index, group in enumerate(fused.param_groups):
             assert group["lr"].tolist() == [float(o.param_groups[index]["lr"]) for o in optimizers]
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    array = Array(3, shapes=[(3,)])
-    fused, optimizers = start("Adam", {}, array)
-    plateau = hf.optim.lr_scheduler.ReduceLROnPlateau
-    with pytest.raises(ValueError, match="factor has 2 values for an array of 3 members"):
-        plateau(fused, factor=[0.1, 0.2])
-    with pytest.raises(TypeError, match=r"Adam is no optimizer of hf.optim: use torch's ReduceLROnPlateau"):
-        plateau(optimizers[0])
-    with pytest.raises(ValueError, match=r"metrics have shape \[\] for an array of 3 members"):
-        plateau(fused).step(1.0)  # type: ignore[arg-type]
-    other, _ = start("Adam", {}, Array(2, shapes=[(3,)]))
-    with pytest.raises(FusionError, match="of 2 members does not fit one of 3"):
-        plateau(fused).load_state_dict(plateau(other).state_dict())

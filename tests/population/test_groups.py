@@ -307,22 +307,6 @@ def test_what_differed_at_the_begin_is_asked_for(name: str, after: str, tmp_path
         pop.step(*batch(0))
 
 
-def test_options_that_differ_between_merged_populations_must_be_given(tmp_path: Path) -> None:
-    for number, options in enumerate([{"accumulate": 2, "clip_norm": 1.0}, {"clip_norm": 2.0}]):
-        pop = hf.Population([net()], tags=[f"net {number}"], **arguments(options))
-        pop.save(tmp_path / str(number))
-    folders = [tmp_path / "0", tmp_path / "1"]
-    pop = hf.Population.load(folders, net, **arguments({"accumulate": 1}))
-    with pytest.raises(ValueError, match="clip_norm differs"):
-        pop.start(None, net())
-    pop = hf.Population.load(folders, net, **arguments({}))
-    for ages in ([0, 1], [1, 2], [1, 3]):
-        pop.step(*batch(0))
-        assert pop.ages.tolist() == ages
-    with pytest.raises(ValueError, match="accumulate differs between the members"):
-        pop.start(None, net(), clip_norm=1.0)
-
-
 # Parameters of a plain member that the user replaces: trained as those of a member of an array, or refused.
 class Normed(nn.Module):
     def __init__(self, width: int) -> None:

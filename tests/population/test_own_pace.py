@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +24,6 @@ def normed(p: float = 0.0) -> nn.Module:
     """No bias before the statistics, whose gradient is noise that Adam makes large."""
     layers = [nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(p), nn.Tanh(), nn.Linear(6, 3)]
     return nn.Sequential(*layers).double()
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def batches(count: int, size: int = 5) -> tuple[Tensor, Tensor]:
@@ -111,37 +106,6 @@ def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was(rows: 
     assert changed == [row in rows and row != 1 for row in range(3)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_trained_base_is_trained_by_those_that_step(compiled: bool) -> None:
-    torch.manual_seed(0)
-    base = nn.Linear(4, 4).double()
-    models = [nn.Sequential(base, nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(3)]
-    alone = [copy.deepcopy(model) for model in models]
-    for model in alone:
-        model[0] = alone[0][0]
-    opts = [torch.optim.Adam(model[2].parameters(), lr=0.1) for model in alone]
-    common = torch.optim.Adam(alone[0][0].parameters(), lr=0.1)
-    options: dict[str, Any] = {"optimizer": lambda p: hf.optim.Adam(p, lr=0.1), "loss": F.cross_entropy}
-    pop = hf.Population(models, **options, compile=compiled)
-    for rows in ([0, 2], [1], [2, 1, 0], [2, 0]):
-        xs, ys = batches(len(rows))
-        pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
-        for opt in (*opts, common):
-            opt.zero_grad()
-        for row, x, y in zip(rows, xs, ys, strict=True):
-            F.cross_entropy(alone[row](x), y).backward()
-            opts[row].step()
-        common.step()
-    for row, model in enumerate(alone):
-        member = pop.models[row]
-        assert member is not None
-        assert_close(list(member.parameters()), list(model.parameters()))
-    with pytest.raises(ValueError, match="make an update together"):
-        hf.Population(models, **options, accumulate=[1, 2, 1])
-    with pytest.raises(ValueError, match="make its updates together"):
-        hf.Population(models, **options, accumulate=2).step(*batches(1), rows=[1])
-
-
 REFUSED: dict[str, tuple[Callable[[hf.Population], object], type[Exception], str]] = {
     "no rows": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "is empty"),
     "twice": (lambda pop: pop.step(*batches(1), rows=[1, 1]), ValueError, "row 1 comes 2 times"),
@@ -173,76 +137,8 @@ def test_wrong_rows_are_refused(name: str) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
 
 
-# Weights of samples in a population's steps: each member equals that model alone with the weighted loss.
-CLASSES = torch.tensor([0.5, 2.0, 1.0], dtype=DOUBLE)
-
-
-def labels(count: int) -> Tensor:
-    return torch.randint(3, (count,))
-
-
 def values(count: int) -> Tensor:
     return torch.randn(count, 3, dtype=DOUBLE)
-
-
-def shares(count: int) -> Tensor:
-    return torch.rand(count, 3, dtype=DOUBLE).softmax(1)
-
-
-def own(output: Tensor, target: Tensor, reduction: str = "sum") -> Tensor:
-    losses = (output - target).abs().sum(1)
-    return losses if reduction == "none" else losses.sum()
-
-
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[[int], Tensor]]] = {
-    "cross_entropy": (F.cross_entropy, labels),
-    "classes": (functools.partial(F.cross_entropy, weight=CLASSES, label_smoothing=0.1), labels),
-    "ignored": (nn.CrossEntropyLoss(weight=CLASSES, ignore_index=2), labels),
-    "probabilities": (F.cross_entropy, shares),
-    "nll": (nn.NLLLoss(), labels),
-    "mse": (F.mse_loss, values),
-    "sum": (nn.L1Loss(reduction="sum"), values),
-    "batchmean": (nn.KLDivLoss(reduction="batchmean"), shares),
-    "bce": (nn.BCEWithLogitsLoss(), shares),
-    "own": (own, values),
-}
-
-
-def repeated(loss: Callable[..., Any], output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """By the definition: a sample of weight k comes k times."""
-    index = torch.arange(len(weights)).repeat_interleave(weights)
-    return loss(output[index], target[index])
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_weight_is_how_often_a_sample_comes(name: str) -> None:
-    loss, targets = LOSSES[name]
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LogSoftmax(1)).double() for _ in range(3)]
-    alone = copy.deepcopy(models)
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01 * (1 + row)) for row, model in enumerate(alone)]
-    pop = hf.Population(models, optimizer=lambda p: hf.optim.Adam(p, lr=[0.01, 0.02, 0.03]), loss=loss, compile=False)
-    for step in range(4):
-        x, y = torch.randn(8, 4, dtype=DOUBLE), targets(8)
-        if name == "ignored":
-            y[0] = 0
-        weights = torch.randint(3, (3, 8))
-        weights[:, 0] = 1
-        rows = [2, 0] if step == 2 else [0, 1, 2]
-        sample_weights: Any = weights[0] if step == 1 else weights[: len(rows)].double()
-        if step == 3:
-            sample_weights = None
-        losses = pop.step(x, y, weights=sample_weights, rows=rows)
-        for index, row in enumerate(rows):
-            counts = torch.ones(8, dtype=torch.int64) if step == 3 else weights[0 if step == 1 else index]
-            optimizers[row].zero_grad()
-            value = repeated(loss, alone[row](x), y, counts)
-            value.backward()
-            optimizers[row].step()
-            assert_close(losses[row], value.detach())
-    for model, alone_model in zip(pop.models, alone, strict=True):
-        assert model is not None
-        assert_close(model.state_dict(), alone_model.state_dict())
 
 
 def test_a_removed_sample_spoils_nothing() -> None:

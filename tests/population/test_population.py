@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
@@ -120,30 +119,6 @@ def test_a_member_that_goes_bad_is_frozen_as_it_was(compiled: bool) -> None:
     assert pop.ages.tolist() == [6, 6, 6]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_member_that_goes_bad_is_told(compiled: bool) -> None:
-    models = [net() for _ in range(3)]
-    pop = hf.Population(
-        models,
-        optimizer=lambda p: hf.optim.Adam(p, lr=0.1),
-        loss=F.cross_entropy,
-        on_nonfinite="raise",
-        tags=["a", "b", "c"],
-        compile=compiled,
-    )
-    x, y = batch()
-    for _ in range(3):
-        pop.step(x, y)
-    with torch.no_grad():
-        pop.fused.get_parameter("3.bias")[2] = math.inf
-    before = copy.deepcopy(pop.fused.state_dict())
-    with pytest.raises(hf.NonFiniteError, match=r"'c' \(row 2\) is not finite in step 3; nothing was updated"):
-        pop.step(x, y)
-    assert all(torch.equal(before[key], value) for key, value in pop.fused.state_dict().items())
-    pop.stop(2)
-    assert pop.step(x, y).isfinite().tolist() == [True, True, False]
-
-
 def test_compiled_members_draw_by_their_keys() -> None:
     """In whatever row of however many they are, in the eager steps before the program, too; a copy as its source."""
 
@@ -254,28 +229,6 @@ def test_metrics_of_every_member() -> None:
         pop.evaluate(F.cross_entropy, [])
     with pytest.raises(ValueError, match=r"the metric must be a function .*, got list"):
         pop.evaluate(stacked_loader, F.cross_entropy)  # type: ignore[arg-type]
-
-
-def test_patience_stops_who_gets_no_better() -> None:
-    pop = hf.Population(
-        [nn.Linear(4, 3) for _ in range(4)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=F.cross_entropy,
-        tags=list("abcd"),
-    )
-    patience = hf.Patience(2, least=0.1)
-    assert patience(pop, [1.0, 1.0, 1.0, math.nan]) == []
-    assert patience(pop, [0.5, 0.95, 1.0, math.nan]) == [3]
-    pop.stop([0, 3])
-    pop.compact()
-    assert pop.tags == ["b", "c"]
-    saved = patience.state_dict()
-    patience = hf.Patience(2, least=0.1)
-    patience.load_state_dict(saved)
-    assert patience(pop, [0.8, 1.0]) == [1]
-    assert patience(pop, [0.8, 1.0]) == [1]
-    with pytest.raises(ValueError, match="3 metrics for a population of 2 rows"):
-        patience(pop, [1.0] * 3)
 
 
 WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {

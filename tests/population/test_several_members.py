@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,39 +155,6 @@ def test_hooks_of_a_step_equal_the_loop(accumulate: int) -> None:
         if update == 1:
             pop.stop(2)
     equal(pop, models, [0, 1, 3])
-
-
-def test_rows_that_do_not_train_stay_to_the_bit() -> None:
-    pop, models = each_population()
-    pop.stop(2)
-    x = hf.stacked(torch.stack([each_batch(0), each_batch(1) * math.inf, each_batch(2), each_batch(3)]))
-
-    def count(params: Tensors, grads: Tensors) -> None:
-        grads["0.bias"].mul_(2)
-
-    pop.register_gradient_hook(count)
-    pop.optimizer.register_step_post_hook(hf.each(unit_norm).step_hook(pop))
-    frozen = state(pop, 1)
-    pop.step(x, hf.stacked(torch.stack([each_batch(k) for k in range(4)])))
-    assert pop.frozen == [1]
-    assert pop.active_rows == [0, 3]
-    free = state(pop, 2)
-    pop.each(unit_norm)
-    assert all(torch.equal(value, free[name]) for name, value in state(pop, 2).items())
-    pop.step(each_batch(4), each_batch(4))
-    assert all(torch.equal(value, frozen[name]) for name, value in state(pop, 1).items())
-    with pytest.raises(ValueError, match="free"):
-        pop.each(unit_norm, rows=[0, 2])
-    optimizer = torch.optim.Adam(models[0].parameters(), lr=RATES[0])
-    for seed in (0, 4):
-        optimizer.zero_grad()
-        F.mse_loss(models[0](each_batch(seed)), each_batch(seed)).backward()
-        loop(count, models[:1])
-        optimizer.step()
-        loop(unit_norm, models[:1])
-        if seed == 0:
-            loop(unit_norm, models[:1])
-    equal(pop, models, [0])
 
 
 def test_a_member_that_overflows_under_a_scaler_is_left_alone() -> None:

@@ -23,7 +23,7 @@ from hfusion.__main__ import main
 from hfusion.core.event_log import read_events
 from hfusion.core.resuming import resuming
 from hfusion.status.runs import MemberStatus, RunStatus, read_status
-from tests.status.running import sweep, tasks, train
+from tests.status.running import tasks, train
 from tests.tune.cases import MACHINE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,27 +113,6 @@ def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest
     torch.testing.assert_close(report["lines"].losses, hf.train(tasks(), MACHINE)["lines"].losses, rtol=0, atol=0)
 
 
-def test_stopped_members_and_failed_runs_are_shown(tmp_path: Path) -> None:
-    def on_result(result: hf.Step | hf.Evaluation) -> list[int]:
-        return [1] if isinstance(result, hf.Step) and (result.epoch, result.step) == (0, 3) else []
-
-    def broken(event: hf.Step | hf.Evaluation) -> None:
-        if isinstance(event, hf.Step) and event.epoch == 2:
-            raise ValueError("no more\nof this")
-
-    with pytest.raises(hf.TrainError):
-        train(tmp_path, broken, on_result=on_result)
-    run, member = only(tmp_path)
-    assert (run.state, member.state) == ("failed", "failed")
-    assert member.error == "ValueError: no more"
-    assert (member.training, member.stopped) == (2, 1)
-    assert "nan" in (member.value or "")
-    assert events(tmp_path).count("stopped") == 1
-    train(tmp_path, on_result=on_result)
-    _, member = only(tmp_path)
-    assert (member.state, member.error, member.training, member.stopped) == ("finished", None, 2, 1)
-
-
 def test_ctrl_c(tmp_path: Path) -> None:
     def pressed(event: object) -> None:
         raise KeyboardInterrupt
@@ -142,28 +121,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
         train(tmp_path, pressed)
     run, member = only(tmp_path)
     assert (run.state, member.state) == ("interrupted", "not running")
-
-
-def test_a_sweep_that_is_killed_and_resumed(tmp_path: Path) -> None:
-    folder, mark = tmp_path / "run", tmp_path / "mark"
-    with waiting("sweep", folder, mark) as process:
-        run = status(folder)
-        assert (run.state, run.trials, run.counts) == ("running", 4, {"training": 2})
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        run = status(folder)
-        assert (run.state, run.counts) == ("not running", {"not running": 2})
-        assert run.saved is not None
-        assert run.saved.count == 1
-    shutil.copytree(folder, tmp_path / "without logs")
-    shutil.rmtree(tmp_path / "without logs/logs")
-    sweep(folder, lambda: None)
-    run = status(folder)
-    assert (run.state, run.counts) == ("finished", {"complete": 4})
-    assert events(folder, "trials/0") == ["started", "evaluated", "resumed", "evaluated", "finished"]
-    run = status(tmp_path / "without logs")
-    assert (run.kind, run.state, run.counts) == ("sweep", "unknown", {"unknown": 2})
-    assert [member.epoch for member in run.members] == [1, 1]
 
 
 def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

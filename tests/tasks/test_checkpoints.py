@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.checkpoint.files import read, saves
@@ -128,34 +126,6 @@ def test_a_loader_that_tells_its_position_is_asked(tmp_path: Path) -> None:
             once(tmp_path, Counted(), cut(*at))
     assert_equal(once(tmp_path, rest := Counted()), expected)
     assert rest.given == whole.given
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stateful", [False, True], ids=["DataLoader", "StatefulDataLoader"])
-def test_loaders_with_workers_go_on(stateful: bool, workers: int, tmp_path: Path) -> None:
-    kind: Any = DataLoader
-    if stateful:
-        kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def loader(seed: int) -> Any:
-        data = shuffled(seed).dataset
-        return kind(data, batch_size=6, shuffle=True, num_workers=workers)
-
-    def once(root: Path | None, seed: int, *callbacks: Any) -> list[Any]:
-        optimizer = adamw(list((module := array(1)).parameters()))
-        # A StatefulDataLoader that shuffles draws its seed when it is made; in another process that is another one.
-        torch.manual_seed(seed)
-        hf_task = task(module, Way(lambda params: optimizer), loader(2), eval_loader=loader(3), callbacks=callbacks)
-        return results(hf.train(hf_task, machine(), checkpoint=root, every=1)["task"], hf_task)
-
-    with warnings.catch_warnings():
-        # Of torchdata, which sets what torch no longer has.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        expected = once(None, 0)
-        for seed, at in enumerate([(0, 3), (1, 0), (1, 4)]):
-            with pytest.raises(hf.TrainError):
-                once(tmp_path, seed, cut(*at))
-        assert_equal(once(tmp_path, 9), expected)
 
 
 def test_a_killed_process_goes_on_in_another(tmp_path: Path) -> None:

@@ -85,29 +85,6 @@ def test_any_iterable() -> None:
         raise KeyError
 
 
-def reader(items: Generator[int, None, None]) -> Reader[int]:
-    return Reader(items, "reads", lambda: False)
-
-
-def test_errors_come_to_who_asks() -> None:
-    def items() -> Generator[int, None, None]:
-        try:
-            yield 1
-            raise OSError("gone")
-        finally:
-            raise ValueError("at the end")
-
-    first, second = reader(items()), reader(items())
-    with nothing_left():
-        assert first.next() == second.next() == 1
-        with pytest.raises(ValueError, match="at the end") as raised:
-            first.next()
-        assert isinstance(raised.value.__context__, OSError)
-        first.close()
-        with pytest.raises(ValueError, match="at the end"):
-            second.close()
-
-
 class Hanging(Dataset[int]):
     """Its second number never comes."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,30 +124,6 @@ def test_draws_are_those_of_the_loop() -> None:
     expected = stepped(array(Dropping), loader)
     actual, _ = trained(array(Dropping), loader)
     assert_equal(actual, expected)
-
-
-# At the second minibatch, of which the first is the only one that was eager; before one of another size; later.
-@pytest.mark.parametrize(("cut", "every"), [(1, 1), (4, 2), (7, 3)])
-def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(tmp_path: Path, cut: int, every: int) -> None:
-    loader = batches(torch.float64)
-    expected, _ = trained(array(), loader, eval_loader=loader[:1])
-
-    def fail(heard: Any) -> None:
-        if isinstance(heard, hf.Step) and heard.epoch * len(loader) + heard.step == cut:
-            raise OSError("cut off")
-
-    module = array()
-    with pytest.raises(hf.TrainError, match="cut off"):
-        hf.train(
-            task(module, Way(), loader, compile=True, callbacks=[fail], eval_loader=loader[:1]),
-            machine(),
-            checkpoint=tmp_path,
-            every=every,
-        )
-    again = array()
-    hf_task = task(again, Way(), loader, compile=True, eval_loader=loader[:1])
-    report = hf.train(hf_task, machine(), checkpoint=tmp_path, every=every)
-    assert_equal([report["task"].losses, *again.state_dict().values()], expected)
 
 
 def _plain(module: hf.FusedModule, loader: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from hfusion.optim.hyper import MemberVector
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import arrange
 from hfusion.tasks.task import optimizer_of, shapes
-from tests.trained import EPOCHS, SEED, Way, machine, plain
+from tests.trained import machine
 
 # Tasks: refused arguments, which models belong together, and the optimizer of each array.
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
@@ -338,26 +338,6 @@ def test_names_of_arrays() -> None:
     assert [arrangement.members for arrangement in arrangements] == [(0, 2), (1,), (0,)]
     assert [task_plan.name for task_plan in plan.tasks] == ["mine.0", "mine.1", "array"]
     assert all(task_plan.resident for task_plan in plan.tasks)
-
-
-@pytest.mark.parametrize("with_generator", [False, True], ids=["torch's", "its own"])
-@pytest.mark.parametrize("size", [4, 3], ids=["full", "ragged"])
-def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(with_generator: bool, size: int) -> None:
-    """Also where the loader has a generator of its own, which every pass over it advances."""
-    data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
-
-    def loader() -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(
-            data, size, shuffle=True, generator=torch.Generator().manual_seed(3) if with_generator else None
-        )
-
-    array = hf.fuse([linear(), linear()])
-    settings = Way(lambda params: hf.optim.SGD(params, lr=0.1))
-    losses, after = plain(array, settings, loader())  # type: ignore[arg-type]
-    hf_task = arrange_task(models=array, loader=loader(), epochs=EPOCHS, seed=SEED)
-    assert torch.equal(hf.train([hf_task], machine())["mine"].losses, losses)
-    for name, tensor in array.state_dict().items():
-        assert torch.equal(tensor, after[name])
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

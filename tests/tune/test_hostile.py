@@ -285,30 +285,6 @@ def test_enqueued_trials_come_first() -> None:
     assert sweep(study=study).trials[0].params == {"lr": 0.123}
 
 
-def test_callbacks_and_what_stops_a_study(tmp_path: Path) -> None:
-    """Callbacks get every trial once; the sweep stays stopped until it is called with more trials."""
-    finished: list[tuple[int, str]] = []
-
-    def callback(study: Any, trial: Any) -> None:
-        finished.append((trial.number, trial.state.name))
-        if len(finished) == 2:
-            study.stop()
-
-    def space(trial: Any) -> dict[str, Any]:
-        if trial.number == 1:
-            raise optuna.TrialPruned
-        return small(trial)
-
-    options: dict[str, Any] = {"callbacks": [callback], "directory": tmp_path, "rows": 2}
-    expected = [(0, "COMPLETE"), (1, "PRUNED"), (2, "COMPLETE")]
-    assert states(sweep(space, trials=9, **options).study) == [state for _, state in expected]
-    assert sorted(finished) == expected
-    sweep(space, trials=9, **options)
-    assert len(sweep(space, trials=10, **options).trials) == 10
-    assert sorted(finished)[:3] == expected
-    assert len(finished) == 10
-
-
 def test_a_loader_that_cannot_be_read_again() -> None:
     loader = iter(list(loaders()["loader"]))
     with pytest.raises(hf.PlanError, match="can be read again"):
