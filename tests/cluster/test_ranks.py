@@ -170,54 +170,6 @@ def test_a_frozen_base_in_pieces_on_two_ranks(two: Ranks) -> None:
             torch.testing.assert_close(torch.tensor(actual[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
 
 
-def on_sharded_stacks() -> Any:
-    """Difference of a sharded and a whole array after torch.optim.Adam, and the errors of others for the first."""
-    (x, y), *_ = zip(*data(), strict=True)
-    sharded, whole = (hf.build(lambda: nn.Linear(x.shape[-1], 3).double(), seeds=range(5)) for _ in range(2))
-    early = hf.optim.Adam(sharded.parameters(), lr=0.1)
-    steps = [hf.train_step(sharded, F.cross_entropy, early, compile=compile) for compile in (False, True)]
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-    for fused in (sharded, whole):
-        optimizer = torch.optim.Adam(fused.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            hf.per_model(F.cross_entropy)(fused(x), y).sum().backward()
-            optimizer.step()
-    refused = {
-        "optimizer": lambda: hf.optim.Adam(sharded.parameters()),
-        "clipping": lambda: hf.optim.clip_grad_norm_(sharded.parameters(), 1.0),
-        "rows": lambda: sharded.keep([0, 1]),
-        "step": lambda: steps[0](x, y),
-        "compiled step": lambda: [steps[1](x, y) for _ in range(3)],
-        "member": lambda: sharded[0],
-        "members": lambda: sharded[1:3],
-        "unfuse": sharded.unfuse,
-        "save": lambda: hf.save("never", sharded),
-        "train": lambda: hf.train(
-            hf.Task(sharded, F.cross_entropy, lambda parameters: hf.optim.SGD(parameters), [(x, y)])
-        ),
-    }
-    messages = {}
-    for name, call in refused.items():
-        with pytest.raises(hf.FusionError, match=r"(is of class|got) DTensor") as error:
-            call()
-        messages[name] = str(error.value)
-    params = zip(sharded.parameters(), whole.parameters(), strict=True)
-    return max(float((param.full_tensor() - other).abs().max()) for param, other in params), messages
-
-
-def test_trained_stacks_in_pieces_are_refused_by_kernels(two: Ranks) -> None:
-    for error, messages in two(on_sharded_stacks):
-        assert error < 1e-12
-        assert "parameter 'weight'" in messages["optimizer"]
-        assert "hf.rows(len(models))" in messages["optimizer"]
-        assert "the gradient of 'weight'" in messages["clipping"]
-        assert "'weight' is of class DTensor" in messages["step"]
-        assert messages["step"] == messages["compiled step"]
-        assert "torch.distributed.checkpoint" in messages["save"]
-        assert all("hf.rows(len(models))" in messages[name] for name in ("member", "members", "unfuse", "train"))
-
-
 def living(rows: slice) -> hf.Population:
     params = RATES[rows]
     return hf.Population(
@@ -253,30 +205,6 @@ def exploited(world: int) -> Any:
     stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop._roll.keys.tolist()}
     lineage = [str(event) for event in pop.lineage if event.what == "copy"]
     return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, message
-
-
-def scheduled_unlike(world: int) -> str:
-    """Return the error of a copy on a rank whose members have another scheduler."""
-    rank = torch.distributed.get_rank()
-    kinds: list[Any] = [torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR]
-    pop = hf.Population(
-        [mlp(rank)],
-        optimizer=lambda parameters: hf.optim.SGD(parameters, lr=0.1),
-        loss=F.cross_entropy,
-        scheduler=kinds[rank],
-        compile=False,
-    )
-    try:
-        hf.copy_rows(pop, 0, 1)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_schedules_of_other_kinds_are_not_copied(two: Ranks) -> None:
-    first, second = two(scheduled_unlike, 2)
-    assert first == ""
-    assert second.startswith("'member 0' has the scheduler ConstantLR and row 0 of rank 1 has LinearLR")
 
 
 def test_members_are_copied_from_rank_to_rank(two: Ranks) -> None:

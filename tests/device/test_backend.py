@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from hfusion.device import native
 from hfusion.device.backend import accelerators, backend, random_states_kept
 from hfusion.device.generators import Generators, draws_kept
 from hfusion.device.graphs import GraphPool
-from hfusion.device.openmp import _nothing, _pause, release_team, torch_threads
 from hfusion.device.team import library, team
 from hfusion.ops import rnn
 from hfusion.optim import native_kernels as kernels
@@ -91,39 +87,6 @@ def test_a_folder_that_cannot_be_written_is_warned_of(seven: Path, compiler: lis
     assert library.seven() == 7
 
 
-# Threads of OpenMP.
-def threads_of_process() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_a_thread_that_waits_keeps_no_team() -> None:
-    if _pause() is _nothing:
-        pytest.skip("torch computes by another runtime than GNU's")
-    counts, remaining, sums = [], [], []
-
-    def compute() -> None:
-        with torch_threads(2):
-            for _ in range(2):
-                before = threads_of_process()
-                sums.append(torch.ones(1 << 20, dtype=torch.float64).mul_(2).sum().item())
-                counts.append(threads_of_process() - before)
-                release_team()
-                # A thread leaves the table a moment after the runtime has seen it end.
-                for _ in range(100):
-                    if threads_of_process() == before:
-                        break
-                    time.sleep(0.05)
-                remaining.append(threads_of_process() - before)
-
-    thread = Thread(target=compute)
-    thread.start()
-    thread.join()
-    assert counts == [1, 1]
-    assert remaining == [0, 0]
-    assert sums == [2.0 * (1 << 20)] * 2
-
-
 # Threads that do the pieces of one work.
 needs_library = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
 
@@ -151,37 +114,6 @@ def test_pieces_are_done_at_the_same_time() -> None:
     meeting = threading.Barrier(4)
     piece = Piece(lambda work, index, message, room: meeting.wait(60) * 0)
     team(4).run(address(piece), 0, 4)
-
-
-@needs_library
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_caller_is_one_of_the_threads(threads: int) -> None:
-    """The caller computes like the other threads. A barrier makes each thread take one piece."""
-    identifiers: set[int] = set()
-    numbers: list[int] = []
-    meeting = threading.Barrier(threads)
-
-    def do(work: int, index: int, message: object, room: int) -> int:
-        meeting.wait(60)
-        identifiers.add(threading.get_ident())
-        numbers.append(torch.get_num_threads())
-        return 0
-
-    piece = Piece(do)
-    helpers = team(threads, joined=True)
-    try:
-        torch.set_num_threads(3)
-        for times in range(1, 31):
-            identifiers.clear()
-            helpers.run(address(piece), 0, threads)
-            assert len(identifiers) == threads
-            assert threading.get_ident() in identifiers
-            assert torch.get_num_threads() == 3
-            assert numbers == [1] * threads * times
-            # Closer and further apart than the threads look for work.
-            time.sleep((times % 3) * 0.001)
-    finally:
-        torch.set_num_threads(1)
 
 
 # Backends of devices: the answers of the host here, and on an accelerator those of its module of torch.

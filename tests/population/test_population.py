@@ -190,47 +190,6 @@ def test_hyper_parameters_are_live() -> None:
     pop.step(*batch())
 
 
-class Accuracy:
-    """A metric with a state, as torchmetrics has them."""
-
-    def reset(self) -> None:
-        self.right = self.all = 0
-
-    def update(self, output: Tensor, target: Tensor) -> None:
-        self.right += int((output.argmax(1) == target).sum())
-        self.all += len(target)
-
-    def compute(self) -> Tensor:
-        return torch.tensor(self.right / self.all)
-
-
-def test_metrics_of_every_member() -> None:
-    models = [net() for _ in range(3)]
-    pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
-    loader = [batch(5), batch(5), batch(3)]
-    x, y = (torch.cat([pair[k] for pair in loader]) for k in range(2))
-    right = [float((model.eval()(x).argmax(1) == y).double().mean()) for model in models]
-    losses = [F.cross_entropy(model(x), y).item() for model in models]
-    pop.stop(1)
-    for metric, expected in (
-        (F.cross_entropy, losses),
-        (lambda output, target: (output.argmax(1) == target).double().mean(), right),
-        (Accuracy(), right),
-    ):
-        scores = pop.evaluate(metric, loader)
-        assert math.isnan(scores[1])
-        assert scores[[0, 2]].tolist() == pytest.approx([expected[0], expected[2]], rel=1e-6)
-    stacked_loader = [(x, hf.stacked([y, y, (y + 1) % 3])) for x, y in loader]
-    assert pop.evaluate(F.cross_entropy, stacked_loader)[2] == pytest.approx(
-        F.cross_entropy(models[2](x), (y + 1) % 3).item()
-    )
-    assert pop.fused.training
-    with pytest.raises(ValueError, match="gave no batch"):
-        pop.evaluate(F.cross_entropy, [])
-    with pytest.raises(ValueError, match=r"the metric must be a function .*, got list"):
-        pop.evaluate(stacked_loader, F.cross_entropy)  # type: ignore[arg-type]
-
-
 WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
     "free": (lambda pop: pop.stop(1), "row 1 is free; members are in rows"),
     "twice": (lambda pop: pop.stop([0, 0]), "row 0 comes 2 times"),

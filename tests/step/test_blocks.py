@@ -130,19 +130,6 @@ def test_a_trained_parameter_of_all_members_is_one_part() -> None:
     assert "in one part: all members share the trained 0.weight" in str(step.report())
 
 
-@needs_compiler
-def test_a_frozen_base_is_in_all_parts() -> None:
-    base = nn.Linear(4, 4).requires_grad_(False)
-    results = []
-    for parts in (1, 2):
-        torch.manual_seed(3)
-        fused = hf.fuse([nn.Sequential(base, nn.ReLU(), nn.Linear(4, 3)) for _ in range(4)])
-        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=parts, compile=True)
-        results.append([step(*data()) for _ in range(4)])
-    torch.testing.assert_close(results[0], results[1])
-    assert "on 2 threads" in str(step.report())
-
-
 def threads_left(expected: int) -> int:
     """Return the number of threads of teams, once it is `expected` or a minute has passed."""
     deadline = time.monotonic() + 60

@@ -21,7 +21,6 @@ from hfusion.torch_private import (
     fake_tensors,
     replaced_functions,
 )
-from hfusion.torch_private.seeding import waiting_seeds_kept
 
 
 # Assumptions of hfusion about torch's dispatch, export and autograd hold on the installed torch.
@@ -171,32 +170,3 @@ def test_arrays_leave_the_seed_of_an_accelerator_that_was_not_used(others: bool)
         assert torch.equal(torch.get_rng_state(), drawn)
         fused(torch.ones(4, 3))
         assert waiting() is pending
-
-
-class Device:
-    """As much of `torch.cuda` as is asked: seeds wait until it is used."""
-
-    def __init__(self) -> None:
-        self.used: list[int] = []
-        self._lazy_seed_tracker = type(torch.cuda._lazy_seed_tracker)()
-
-    def seed(self, seed: int) -> None:
-        if self.used:
-            self.used.append(seed)
-        else:
-            self._lazy_seed_tracker.queue_seed_all(lambda: self.used.append(seed), [])
-
-    def is_initialized(self) -> bool:
-        return bool(self.used)
-
-
-def test_a_device_that_is_first_used_inside_gets_the_users_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device()
-    for name in ("cuda", "xpu", "mtia"):
-        monkeypatch.setattr(torch, name, device)
-    device.seed(7)
-    with waiting_seeds_kept():
-        device.seed(1)
-        for call in filter(None, device._lazy_seed_tracker.get_calls()):
-            call[0]()
-    assert device.used[-1] == 7

@@ -74,19 +74,3 @@ def test_a_step_alone_is_the_step_of_torch(
     monkeypatch.setattr(unimported_dynamo, "is_dynamo_imported", lambda: imported)
     actual = trained(kind, optimizer_hooks.step_alone, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("imported", [True, False])
-def test_hooks_see_a_step_alone(imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_hooks, "is_dynamo_imported", lambda: imported)
-    events: list[str] = []
-
-    def step(optimizer: torch.optim.Optimizer) -> None:
-        if not events:
-            optimizer.register_step_pre_hook(lambda *_: events.append("before"))
-            optimizer.register_step_post_hook(lambda *_: events.append("after"))
-            events.append("registered")
-        optimizer_hooks.step_alone(optimizer)
-
-    trained(torch.optim.SGD, step)
-    assert events == ["registered", *["before", "after"] * 3]
