@@ -8,13 +8,14 @@ parameters, which autograd does not see: later reads of the parameter read its m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
+from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.islands import OPAQUE, Watched, checked
 from hfusion.passes.side_effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.views import (
@@ -59,26 +60,33 @@ def functional(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[
     for node in graph.nodes:
         if differentiable(state, node, writable):
             state.differentiable.add(node)
-        if node.target is OPAQUE:
-            _call_members(state, node, watched[node])
-            continue
-        if node.target is aten.detach_.default and node.args[0] not in state.differentiable:
-            # As of torch.tensor(x.shape[0]): no gradient is cut off.
-            state.current[node] = state.current[node.args[0]]
-            state.parent[node] = node.args[0]
-            continue
-        if writes(node):
-            _write(state, node, writable)
-            continue
-        state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
-        if node.target in RUNNING_STATISTICS:
-            _keep_statistics(state, node, new)
-        source = viewed(node)
-        if source is not None:
-            state.parent[node] = source
+        try:
+            _rewrite(state, node, writable, watched)
+        except FusionError as error:
+            raise Unbatchable(node, str(error)) from error
     remove_dead(state.graph)
     keep_old_values(state.graph, writable, parameters)
     return state.graph
+
+
+def _rewrite(state: Rewriting, node: fx.Node, writable: frozenset[str], watched: Mapping[fx.Node, Watched]) -> None:
+    if node.target is OPAQUE:
+        _call_members(state, node, watched[node])
+        return
+    if node.target is aten.detach_.default and node.args[0] not in state.differentiable:
+        # As of torch.tensor(x.shape[0]): no gradient is cut off.
+        written: fx.Node = node.args[0]  # type: ignore[assignment]
+        state.current[node], state.parent[node] = state.current[written], written
+        return
+    if writes(node):
+        _write(state, node, writable)
+        return
+    state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
+    if node.target in RUNNING_STATISTICS:
+        _keep_statistics(state, node, new)
+    source = viewed(node)
+    if source is not None:
+        state.parent[node] = source
 
 
 def _write(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> None:

@@ -9,9 +9,8 @@ returns what the call has to watch.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ _library.define(
 OPAQUE: OpOverload = torch.ops.hfusion.opaque.default
 
 Viewed = Callable[[fx.Node], fx.Node | None]
-Edges = Mapping[fx.Node, Iterable[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -87,32 +85,40 @@ class _OwnCall:
             yield from ((k, count + other, result, node) for other, node in self.results.items() if other < k)
 
 
-@dataclass(frozen=True, eq=False)
 class _Memory:
-    """The nodes that share memory: views, results that calls returned in the recorded run, and results they might."""
+    """The nodes that share memory: views, and what calls were seen to give back of their inputs and own tensors."""
 
-    position: Mapping[fx.Node, int]
-    views: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
-    observed: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
-    possible: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    def __init__(self, graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> None:
+        self.position = {node: k for k, node in enumerate(graph.nodes)}
+        self._above: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            source = _written(node) if _in_place(node) else viewed(node)
+            if source is not None:
+                self._join(node, source)
+        for call in calls:
+            for result, other in call.observed_aliases():
+                self._join(result, other)
 
-    def read_after(self, node: fx.Node, write: _Write) -> bool:
-        """True if the value of ``node`` is used after ``write``."""
-        if node.op == "placeholder" or any(self.position[user] > self.position[write.node] for user in node.users):
-            return True
-        return write.node.target is OPAQUE and _reads(write, node)
+    def _join(self, node: fx.Node, other: fx.Node) -> None:
+        if self.group(node) is not self.group(other):
+            self._above[self.group(node)] = self.group(other)
 
+    def group(self, node: fx.Node) -> fx.Node:
+        """Return a node that stands for all that share memory with ``node``."""
+        while node in self._above:
+            node = self._above[node]
+        return node
 
-@dataclass(frozen=True, eq=False)
-class _Write:
-    node: fx.Node
-    target: fx.Node
-
-
-def _reads(write: _Write, node: fx.Node) -> bool:
-    """True if the writing call also reads ``node``, in addition to the tensor that it writes into."""
-    inputs: Sequence[fx.Node] = write.node.args[0]  # type: ignore[assignment]
-    return inputs.count(node) > (1 if node is write.target else 0)
+    def is_read(self, target: fx.Node, call: _OwnCall) -> bool:
+        """Return whether memory of ``target`` from before ``call``, which writes into it, is read by it or after it."""
+        began, inputs = self.position[call.node], list(call.inputs)
+        return any(
+            node.op == "placeholder"
+            or inputs.count(node) > (node is target)
+            or any(self.position[user] > began for user in node.users)
+            for node in self.position
+            if self.position[node] < began and self.group(node) is self.group(target)
+        )
 
 
 def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict[fx.Node, Watched]:
@@ -128,34 +134,31 @@ def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict
     calls = [_OwnCall.of(node) for node in graph.nodes if node.target is OPAQUE]
     if not calls:
         return {}
-    memory = _memory(graph, calls, viewed)
+    memory = _Memory(graph, calls, viewed)
     surely, maybe = _writes(graph, calls, statistics)
+    given = {memory.group(result) for call in calls for result in call.results.values()}
+    watched: dict[fx.Node, Watched] = {}
     for call in calls:
         _check_written(call, memory)
-        _check_observed(call, memory, surely)
-    return {call.node: Watched(_apart(call, memory, [*surely, *maybe]), _alive(call, memory)) for call in calls}
-
-
-def _memory(graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> _Memory:
-    memory = _Memory({node: k for k, node in enumerate(graph.nodes)})
-    for node in graph.nodes:
-        source = _written(node) if _in_place(node) else viewed(node)
-        if source is not None:
-            _join(memory.views, node, source)
-    for edges in (memory.observed, memory.possible):
-        edges.update({node: set(others) for node, others in memory.views.items()})
-    for call in calls:
-        for result, other in call.observed_aliases():
-            _join(memory.observed, result, other)
-        for _, _, result, other in call.possible():
-            _join(memory.possible, result, other)
-    return memory
-
-
-def _join(edges: dict[fx.Node, set[fx.Node]], node: fx.Node, other: fx.Node) -> None:
-    if node is not other:
-        edges[node].add(other)
-        edges[other].add(node)
+        after = [
+            {memory.group(target) for node, target in writes if memory.position[node] > memory.position[call.node]}
+            for writes in (surely, maybe)
+        ]
+        if any(memory.group(result) in after[0] for result, _ in call.observed_aliases()):
+            raise FusionError(
+                f"{_where(call.node)}: a call that runs in a loop over members gives back memory that is changed in "
+                "place later (its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
+            )
+        later, count = after[0] | after[1], len(call.inputs)
+        apart = [
+            number
+            for k, position, result, source in call.possible()
+            if (k, position) not in call.links and not later.isdisjoint((memory.group(result), memory.group(source)))
+            for number in (k, position)
+        ]
+        alive = [*range(count), *(count + k for k, node in enumerate(call.changing) if memory.group(node) in given)]
+        watched[call.node] = Watched(apart, [position for position in alive if position not in call.written])
+    return watched
 
 
 def _in_place(node: fx.Node) -> bool:
@@ -167,112 +170,43 @@ def _written(node: fx.Node) -> fx.Node | None:
     return target if isinstance(target, fx.Node) else None
 
 
-def _writes(
-    graph: fx.Graph, calls: Sequence[_OwnCall], statistics: frozenset[Any]
-) -> tuple[list[_Write], list[_Write]]:
-    """Return the writes that are certain or were recorded, and those that calls might make to their own tensors."""
-    surely, maybe = [], []
+_Writes = list[tuple[fx.Node, fx.Node]]
+
+
+def _writes(graph: fx.Graph, calls: Sequence[_OwnCall], statistics: frozenset[Any]) -> tuple[_Writes, _Writes]:
+    """Return the writes that are certain or were seen, and those that calls might make to their own tensors.
+
+    Each is the node that writes, and the one that it writes into.
+    """
+    surely, maybe = _Writes(), _Writes()
     for node in graph.nodes:
         if _in_place(node) and (target := _written(node)) is not None:
-            surely.append(_Write(node, target))
+            surely.append((node, target))
         if node.target in statistics:
-            surely += [_Write(node, s) for s in node.args[3:5] if isinstance(s, fx.Node)]
+            surely += [(node, statistic) for statistic in node.args[3:5] if isinstance(statistic, fx.Node)]
     for call in calls:
         for position, target in enumerate((*call.inputs, *call.changing)):
             if position in call.written:
-                surely.append(_Write(call.node, target))
+                surely.append((call.node, target))
             elif position >= len(call.inputs):
-                maybe.append(_Write(call.node, target))
+                maybe.append((call.node, target))
     return surely, maybe
-
-
-def _reached(edges: Edges, start: fx.Node, without: Callable[[fx.Node, fx.Node], bool]) -> set[fx.Node]:
-    reached, waiting = {start}, [start]
-    while waiting:
-        node = waiting.pop()
-        for other in edges.get(node, ()):
-            if other not in reached and not without(node, other):
-                reached.add(other)
-                waiting.append(other)
-    return reached
 
 
 def _check_written(call: _OwnCall, memory: _Memory) -> None:
     """Raise if an input that a call writes into is used afterwards: the new value does not leave the call."""
-    results = set(call.results.values())
     for position in call.written:
-        if position < len(call.inputs):
-            write = _Write(call.node, call.inputs[position])
-            around = _reached(memory.observed, write.target, lambda a, b: b in results)
-            if any(memory.read_after(node, write) for node in around):
-                raise FusionError(
-                    f"{_where(call.node)}: a call that runs in a loop over members writes into its input, which is "
-                    "used afterwards; let it write into a copy"
-                )
-        else:
-            write = _Write(call.node, call.changing[position - len(call.inputs)])
-            around = _reached(memory.observed, write.target, lambda a, b: b in results)
-            if any(_reads(write, node) for node in around):
-                raise FusionError(
-                    f"{_where(call.node)}: a call that runs in a loop over members is given a tensor of its own and "
-                    "writes into it; give it a copy"
-                )
-
-
-def _check_observed(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> None:
-    for result, other in call.observed_aliases():
-        if _matters(memory, memory.observed, call.node, result, other, writes):
+        own = position - len(call.inputs)
+        if own < 0 and memory.is_read(call.inputs[position], call):
             raise FusionError(
-                f"{_where(call.node)}: a call that runs in a loop over members gives back memory that is changed in "
-                "place later (its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
+                f"{_where(call.node)}: a call that runs in a loop over members writes into its input, which is "
+                "used afterwards; let it write into a copy"
             )
-
-
-def _matters(
-    memory: _Memory, edges: Edges, call: fx.Node, result: fx.Node, other: fx.Node, writes: Sequence[_Write]
-) -> bool:
-    """True if after ``call``, which makes two nodes share memory, one of them is written and the other read."""
-
-    def without(a: fx.Node, b: fx.Node) -> bool:
-        return {a, b} == {result, other}
-
-    sides = _reached(edges, result, without), _reached(edges, other, without)
-    for near, far in (sides, sides[::-1]):
-        for write in writes:
-            later = memory.position[write.node] > memory.position[call]
-            if later and write.target in near and any(memory.read_after(node, write) for node in far):
-                return True
-    return False
-
-
-def _apart(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
-    """Return the pairs of a result and a source that were not seen to share memory, and must not share any."""
-    pairs: list[int] = []
-    around: set[fx.Node] = set()
-    for result in call.results.values():
-        around |= _reached(memory.possible, result, lambda a, b: False)
-    concerned = [write for write in writes if write.target in around]
-    if concerned:
-        for k, position, node, other in call.possible():
-            if (k, position) not in call.links and _matters(memory, memory.possible, call.node, node, other, concerned):
-                pairs += [k, position]
-    return pairs
-
-
-def _alive(call: _OwnCall, memory: _Memory) -> list[int]:
-    """The inputs that matter after the call; of the changing, those with results elsewhere that would change, too."""
-    results = set(call.results.values())
-    positions = []
-    for position, node in enumerate(call.inputs):
-        around = _reached(memory.possible, node, lambda a, b: b in results)
-        if position not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in around):
-            positions.append(position)
-    for position, node in enumerate(call.changing, start=len(call.inputs)):
-        views = _reached(memory.views, node, lambda a, b: False)
-        others = _reached(memory.observed, node, lambda a, b: b in results) - views
-        if position not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in others):
-            positions.append(position)
-    return positions
+        if own >= 0 and memory.group(call.changing[own]) in map(memory.group, call.inputs):
+            raise FusionError(
+                f"{_where(call.node)}: a call that runs in a loop over members is given a tensor of its own and "
+                "writes into it; give it a copy"
+            )
 
 
 def _where(node: fx.Node) -> str:

@@ -54,9 +54,11 @@ class Rows(nn.Module):
         split = cast("FusedModule", self)._split(calling=True)
         if split is not None:
             return f"members are computed apart: {split.why}"
-        return (
-            arguments.obstacle
-            or "forward changes variables that it names, of files or objects, whose values a program keeps"
+        stateful = [*cast("FusedModule", self)._compiler.stateful.values()]
+        return arguments.obstacle or (
+            str(stateful[-1])
+            if stateful
+            else "forward changes variables that it names, of files or objects, whose values a program keeps"
         )
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -208,7 +210,10 @@ def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozen
     contents = kinds.rearranged_contents(sources)
     distinct = list(dict.fromkeys(contents))
     comparison = Comparison(
-        tuple(distinct.index(fingerprint) for fingerprint in contents), array.comparison.shared, partly
+        tuple(distinct.index(fingerprint) for fingerprint in contents),
+        array.comparison.shared,
+        partly,
+        array.comparison.common,
     )
     new_array = replace(
         array,

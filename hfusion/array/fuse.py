@@ -130,7 +130,7 @@ def build(
         if variants[-1] == len(skeletons):
             skeletons.append(skeleton(index, model))
     stacks = stacks or _room(first, 1, sharing.keys)
-    comparison = Comparison(tuple(variants), sharing.keys, sharing.partly)
+    comparison = Comparison(tuple(variants), sharing.keys, sharing.partly, frozenset(sharing.common))
     return FusedModule(Array(len(seeds), tuple(skeletons), comparison, verify, tune), stacks)
 
 

@@ -59,6 +59,7 @@ def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, An
                 stacks_by_id[id(whole)] = stack(whole, None if name in shared else rows)
             stacks[name] = stacks_by_id[id(whole)]
     fused_part = FusedModule(part, stacks)
+    fused_part._is_part = True
     modes = fused.training_by_path()
     for path, module in fused_part.named_modules(remove_duplicate=False):
         module.training = modes[path]
@@ -354,7 +355,7 @@ def slice_of(fused: FusedModule, rows: slice, chosen: range) -> FusedModule:
     if cached is not None:
         return cached
     part = part_of(fused, chosen, lambda stack, members: live_rows(stack, None if members is None else rows))
-    part._views = SliceViews(part, fused, chosen)
+    part._views, part._is_part = SliceViews(part, fused, chosen), fused._is_part
     fused._views.slices[chosen] = part
     return part
 

@@ -76,6 +76,7 @@ def _new_array(fused: FusedModule, name: str) -> FusedModule:
     array._original = f"{fused._original}.{name}"
     array._array = replace(fused._array, skeletons=skeletons)
     array._prepare()
+    array._is_part = True
     array._real = fused._real
     fused._own_branches(fused._array)
     return array

@@ -38,12 +38,12 @@ from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled
-from hfusion.compiler.compiler import Compiler, NotCaptured
+from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe, joined
 from hfusion.compiler.sandbox import apart
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
 from hfusion.core.program import Kind
 from hfusion.ops.rule import hint
@@ -80,6 +80,8 @@ class FusedModule(Rows, Tree):
         self._checks: dict[int, str] = {}
         self._loops: dict[str, None] = {}
         self._traces = TraceCache()
+        # Whether the members of another array are computed, whose own objects keep their Python state.
+        self._is_part = False
         # Called with each new program, before it runs.
         self._on_program: Callable[[Compiled], object] = lambda compiled: None
         self._find_program_name = finder(self, self._traced)
@@ -137,6 +139,12 @@ class FusedModule(Rows, Tree):
             if arguments.ragged:
                 return run_ragged(self, arguments)
             compiled = self._program(arguments)
+        except KeepsState as error:
+            if self._is_part:
+                raise
+            if common := sorted(error.names & self._array.comparison.common):
+                raise FusionError(f"{error}. Models share {common[0]}: give each its own, by copy.deepcopy") from None
+            return run_members(self, arguments, str(error))
         except NotCaptured as error:
             return run_members(self, arguments, str(error))
         if id(compiled) not in self._bound:

@@ -36,6 +36,7 @@ STATE = frozenset(
         "_array_position",
         "_on_program",
         "_views",
+        "_is_part",
     },
 )
 _STANDARD = frozenset(nn.Module().__dict__)

@@ -50,22 +50,6 @@ def writes(code: types.CodeType) -> AttributeWrites:
     return AttributeWrites(frozenset(of_self), frozenset(of_others))
 
 
-@functools.lru_cache(maxsize=4096)
-def reads_of_others(code: types.CodeType) -> frozenset[str]:
-    """Return the attributes that ``code`` and its nested functions read of objects other than ``self``."""
-    steps = list(dis.get_instructions(code))
-    selves = _selves(code)
-    names = {
-        step.argval
-        for k, step in enumerate(steps)
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (k == 0 or holder_variable(steps, k) not in selves)
-    }
-    if "getattr" in code.co_names:
-        names |= {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
-    inner = (reads_of_others(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(names).union(*inner)
-
-
 def _selves(code: types.CodeType) -> set[str]:
     """Return the variables that may hold ``self``: the first argument, and the free variables of a nested function."""
     return {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}

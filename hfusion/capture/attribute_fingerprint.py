@@ -6,7 +6,7 @@ import hashlib
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.method_interception import is_intercepted
-from hfusion.capture.reachable_code import holders_of
 from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import (
     PLAIN,
-    Compound,
     KeyReader,
     Link,
     attributes,
@@ -31,7 +29,7 @@ from hfusion.core.python_values import (
     parts,
     read_attribute,
 )
-from hfusion.torch_private.tracer_warnings import noted
+from hfusion.torch_private.tracer_warnings import warnings_ignored
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
 # Modules of an array refer to it by ``_array_position``.
@@ -94,48 +92,6 @@ def contents(model: nn.Module) -> dict[str, Any]:
     return _attributes(model, lambda tensor, where: (*_digest(tensor), tensor.requires_grad))
 
 
-def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any]:
-    """Return the Python variables ``names`` that code of ``model`` names, as hashable values, if they exist."""
-    reader = _AttributeReader({}, lambda tensor, where: _digest(tensor))
-    held = {
-        f"{holder.title}{name}": holder.read(name)
-        for holder in (holders_of(model) if names else ())
-        for name in holder.names
-    }
-    return {name: reader.read(held[name], name) for name in names if name in held}
-
-
-def follows(before: Any, after: Any, first: Any) -> bool:
-    """Return whether each part of the content ``after`` a call equals its part in ``before`` or ``first``.
-
-    ``before`` is the content before the call, ``first`` the content after a first call.
-    """
-    if after in (before, first):
-        return True
-    if isinstance(after, Compound):
-        if not isinstance(before, Compound) or not isinstance(first, Compound):
-            return False
-        if not before.kind == after.kind == first.kind:
-            return False
-        old, new = dict(before.parts), dict(first.parts)
-        return all(follows(old.get(step), part, new.get(step)) for step, part in after.parts)
-    if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(first, tuple)):
-        return False
-    return len(before) == len(after) == len(first) and all(map(follows, before, after, first))
-
-
-def differing(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of differing keys of parts that both contents have."""
-    if before is None or after is None or before == after:
-        return
-    if isinstance(before, Compound) and isinstance(after, Compound) and before.kind == after.kind:
-        new = dict(after.parts)
-        for step, part in before.parts:
-            yield from differing(part, new.get(step))
-    else:
-        yield before, after
-
-
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
     registered = {id(tensor): name for name, tensor in tensors(model)}
     registered |= {id(module): path for path, module in model.named_modules()}
@@ -174,9 +130,6 @@ def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
     read = [{key: value for key, value in contents(model).items() if key in marked[0]} for model in models]
     return frozenset(key for key in marked[0] if all(key in other and other[key] == read[0][key] for other in read))
 
-
-# The types of Python numbers, with which keys of numbers begin.
-NUMBERS = (int, bool, float, complex)
 
 # The attribute that marks copies of results, which have no history; a deep copy keeps the mark.
 _RESULT = "hfusion_result"
@@ -282,7 +235,7 @@ class _AttributeReader(KeyReader):
         """Read an object by its attributes and its pickled state, or by identity if it has neither."""
         reduced: Any = ()
         try:
-            with noted(Warning):
+            with warnings_ignored():
                 reduced = value.__reduce_ex__(4)
         except Exception:
             if read_attribute(value, "__dict__", None) is None:
@@ -294,11 +247,16 @@ class _AttributeReader(KeyReader):
         return self.compound(type(value), held, path)
 
 
-def results(model: nn.Module) -> list[Tensor]:
-    """Return the tensors in Python attributes of ``model`` that have an autograd history."""
-    tensors_left: list[Tensor] = []
-    _attributes(model, lambda tensor, where: tensors_left.append(tensor) if tensor.grad_fn is not None else None)
-    return tensors_left
+def results(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in Python attributes of ``model`` that an earlier call left with a history, by their paths."""
+    left: dict[str, Tensor] = {}
+
+    def read(tensor: Tensor, where: str) -> None:
+        if tensor.grad_fn is not None or hasattr(tensor, _RESULT):
+            left[where.strip(".")] = tensor
+
+    _attributes(model, read)
+    return left
 
 
 def copied_result(tensor: Tensor) -> Tensor:

@@ -13,67 +13,35 @@ from typing import TypeAlias
 
 from torch import nn
 
-from hfusion.capture.attribute_bytecode import reads_of_others, writes
-from hfusion.capture.method_interception import Island
+from hfusion.capture.attribute_bytecode import writes
 from hfusion.core.fingerprint import functions_behind, is_user_code, names_in
 
 # Classes of modules, and functions that are attributes of modules.
 _Sources: TypeAlias = frozenset[type | types.FunctionType]
 
 
-def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
-    """Return the names of the attributes that a call of ``island``, a method of ``module``, may assign."""
-    assigned = [
-        writes(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
-    ]
-    return frozenset().union(*(w.of_self | w.of_others for w in assigned))
+def names_written(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of attributes that forward of ``model`` may assign, and of containers whose items it may change.
 
-
-def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the names of the attributes of ``module`` that code of the modules ``outside`` may assign in forward."""
-    reached = _reached(("forward",), _sources(outside))
-    named = {name for function in reached for name in names_in(function.__code__).attributes}
-    named -= {"forward", island.method}
-    called = [f for source in _sources(module.modules()) for f in _functions(source) if f.__name__ in named]
-    direct = (name for function in reached for name in writes(function.__code__).of_others)
-    return frozenset(direct).union(*(writes(function.__code__).of_self for function in called))
-
-
-def read_elsewhere(outside: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the names of the attributes that code of modules ``outside`` may read of objects other than ``self``."""
-    reached = _reached(("forward",), _sources(outside))
-    return frozenset().union(*(reads_of_others(function.__code__) for function in reached))
-
-
-def names_named(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the names of the attributes in all code that the forwards of ``modules`` may call."""
-    reached = _reached(("forward",), _sources(modules))
-    return frozenset(name for function in reached for name in names_in(function.__code__).attributes)
-
-
-def containers_changed(island: Island, module: nn.Module) -> frozenset[str]:
-    """Return the names of the attributes that may hold a list, dict or set that a call of ``island`` changes."""
-    reached = _reached((island.method, "forward"), _sources(module.modules()))
-    codes = [function.__code__ for function in reached if _changes_items(function.__code__)]
-    return frozenset(name for code in codes for name in names_in(code).attributes)
+    The second are all names in code that changes items of anything.
+    """
+    codes = [function.__code__ for function in functions_reached(model)]
+    assigned = [writes(code).of_self | writes(code).of_others for code in codes]
+    named = [names_in(code).attributes for code in codes if _changes_items(code)]
+    return frozenset().union(*assigned), frozenset().union(*named)
 
 
 def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
     """Return the functions that forward of ``model`` may call, without those of libraries."""
-    return _reached(("forward",), _sources(model.modules()))
+    sources = _sources(model.modules())
+    # Functions of single modules are not kept alive: they may hold tensors.
+    search = _search_of_classes if all(isinstance(source, type) for source in sources) else _search
+    return search(("forward",), sources)
 
 
 def functions_called(function: Callable[..., object]) -> frozenset[types.FunctionType]:
     """Return the functions behind ``function`` and all functions that these may call, without those of libraries."""
     return _search((), frozenset(functions_behind(function)))
-
-
-def names_in_call(island: Island, module: nn.Module) -> frozenset[str]:
-    """Return the names of variables and attributes in all code that a call of ``island``, of ``module``, may run."""
-    named = [
-        names_in(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
-    ]
-    return frozenset().union(*((*names.variables, *names.attributes) for names in named))
 
 
 def _sources(modules: Iterable[nn.Module]) -> _Sources:
@@ -86,14 +54,8 @@ def _sources(modules: Iterable[nn.Module]) -> _Sources:
     return frozenset(sources)
 
 
-def _reached(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
-    """Return the functions in ``sources``, the ``methods`` of classes there, and all that these call by name."""
-    # Functions of single modules are not kept alive: they may hold tensors.
-    search = _search_of_classes if all(isinstance(source, type) for source in sources) else _search
-    return search(methods, sources)
-
-
 def _search(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
+    """Return the functions in ``sources``, the ``methods`` of classes there, and all that these call by name."""
     named, reached = set(methods), set[types.FunctionType]()
     candidates = [function for source in sources for function in _functions(source)]
     waiting = [function for function in candidates if function.__name__ in named]

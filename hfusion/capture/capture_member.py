@@ -21,12 +21,11 @@ from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.fallback_tracing import opaque, with_values
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.module_call_trace import record
-from hfusion.capture.observe import Observation, observe
+from hfusion.capture.observe import Observation, check_state, observe
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.reachable_code import names_of
-from hfusion.capture.state_check import StateError, judge
 from hfusion.core.copies import copies
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.guards import fixed
 from hfusion.core.program import Capture
 
@@ -87,7 +86,7 @@ def capture_member(
             observed = observe(member.model, member.args, member.kwargs)
         try:
             graph = capture(member.model, member.args, member.kwargs, dims=sizes.dims, observed=observed)
-        except StateError:
+        except KeepsState:
             raise
         except FusionError as error:
             if not loops:
@@ -121,7 +120,7 @@ def _with_loops(
             return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, None)
     if observed is None:
         observed = observe(model, args, kwargs)
-        judge(observed)
+        check_state(observed)
     records = record(model, args, kwargs, observed.modes, [WHOLE] if WHOLE in looped else [*islands(model)])
     bodies = member.bodies()
     graphs: dict[frozenset[Island], tuple[Capture, list[OpaqueCall]]] = {}

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.capture.attribute_fingerprint import fingerprint
+from hfusion.capture.attribute_fingerprint import fingerprint, python_attributes
 from hfusion.capture.hooks import is_part_of_forward, outdated
+from hfusion.capture.python_state import GENERATORS, MUTABLE_CONTAINERS
 from hfusion.capture.registered_tensors import check_materialized, overlaps, tensors, ties
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_own_hook
-from hfusion.core.python_values import PLAIN
+from hfusion.core.python_values import PLAIN, attributes, parts, walk
 from hfusion.torch_private.dynamo_state import uncompiled
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -35,17 +39,20 @@ class Comparison:
         shared: the keys of tensors that are one object in all models.
         partly: the keys of buffers that only some models share, and of tensors that overlap another tensor of their
             model. An array keeps a row of these for each member and name, so no member may write to them.
+        common: the names of Python attributes that hold one mutable object in several models. An array has a copy of it
+            for each member, so no member may change it.
     """
 
     variants: tuple[int, ...]
     shared: frozenset[str]
     partly: frozenset[str] = frozenset()
+    common: frozenset[str] = frozenset()
 
     def of_members(self, chosen: Sequence[int]) -> tuple[Comparison, list[int]]:
         """Return the comparison of some of the members, and the remaining variants in their new order."""
         remaining = list(dict.fromkeys(self.variants[member] for member in chosen))
         variants = tuple(remaining.index(self.variants[member]) for member in chosen)
-        return Comparison(variants, self.shared, self.partly), remaining
+        return replace(self, variants=variants), remaining
 
 
 def compare(models: Sequence[nn.Module]) -> Comparison:
@@ -66,7 +73,7 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
     for index, model in enumerate(models):
         sharing.add(index, model)
     _check_memory(models)
-    return Comparison(variants, sharing.keys, sharing.partly)
+    return Comparison(variants, sharing.keys, sharing.partly, frozenset(sharing.common))
 
 
 def check_list(models: Sequence[nn.Module]) -> None:
@@ -247,12 +254,15 @@ def _check_memory(models: Sequence[nn.Module]) -> None:
 class Sharing:
     """The tensors that are one object in several models, collected model by model without keeping any alive.
 
-    ``keys``: the keys of tensors that are one object in all models; ``partly``: see `Comparison`.
+    ``keys``: the keys of tensors that are one object in all models; ``partly``, ``common``: see `Comparison`.
     """
 
     def __init__(self) -> None:
         self.keys: frozenset[str] = frozenset()
         self.partly: frozenset[str] = frozenset()
+        self.common: set[str] = set()
+        # By id, the mutable objects in attributes of earlier models; they are kept so that no id is used again.
+        self._held: dict[int, Any] = {}
         self._first: dict[str, Tensor] = {}
         self._owners = WeakIdKeyDictionary()
 
@@ -284,3 +294,30 @@ class Sharing:
         )
         for tensor in named.values():
             self._owners.setdefault(tensor, index)
+        held = {id(value): (name, value) for name, value in _objects_held(model)}
+        self.common |= {held[key][0] for key in held.keys() & self._held.keys()}
+        self._held.update((key, value) for key, (_, value) in held.items())
+
+
+_IMMUTABLE = (*PLAIN, Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
+
+
+def _mutable_parts(value: Any) -> list[Any]:
+    return [] if isinstance(value, _IMMUTABLE) else [part for _, _, part in parts(value)]
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, (*_IMMUTABLE, tuple, frozenset, enum.Enum, functools.partial, types.MethodType)):
+        return False
+    return isinstance(value, (*MUTABLE_CONTAINERS, *GENERATORS, Iterator, np.ndarray)) or bool(attributes(value))
+
+
+def _objects_held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the lists, dicts and other objects that Python attributes of ``model`` refer to, each with the name."""
+    visited: dict[int, Any] = {}
+    for part in model.modules():
+        for name, value in python_attributes(part):
+            if not isinstance(value, _IMMUTABLE):
+                before = len(visited)
+                walk([value], _mutable_parts, visited)
+                yield from ((name, held) for held in [*visited.values()][before:] if _may_change(held))

@@ -1,8 +1,8 @@
 """Find the smallest submodules that keep a model from being captured, which must run as eager fallbacks.
 
 `Fitness` decides whether a submodule can run separately, in a loop over members. `survey` finds all submodules that
-raise in one trace: it replaces the result of each by the recorded one, and continues the trace. `culprits` searches
-the others, submodule by submodule.
+raise in one trace: it replaces the result of each by the recorded one, and continues the trace. `culprits` goes on
+with those around them until a graph is right.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.address_access import fills_memory
@@ -31,8 +31,9 @@ from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.tensor_references import references
 from hfusion.core.copies import module_copy
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.memory import tensors_in
+from hfusion.passes.candidates import Unbatchable
 
 # Types other than tensors that arguments and results of a fallback may have; their values are equal for all members.
 ARGUMENTS = (
@@ -86,10 +87,10 @@ class Fitness:
                     return f"{label} takes {_describe(leaf)}, which may belong to one member; pass tensors and numbers"
             if island == WHOLE and call.written:
                 return f"{label} writes into its input, which members may share; let it write into a copy"
-        if island != WHOLE and (shared := self.records.state.shared(island)) is not None:
+        if island != WHOLE and (written := self.records.state.written(island)) is not None:
             return (
-                f"{label} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
-                "while forward runs; give it as an argument, and return it"
+                f"{label} has Python state in its attribute {written}, which may change while forward runs; give it as "
+                "an argument, and return it"
             )
         read = MEMORY_QUESTIONS.keys() & self._names_in_code
         if island != WHOLE and read and (read := read & names_of([self.model.get_submodule(island.path)])):
@@ -183,7 +184,8 @@ def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitn
     # The trace may fail: only the islands that raised until then are used.
     with opaque(twin, stubs, records, [twin]), intercepted(twin, others, trace.call), suppress(FusionError):
         capture(twin, call.args, call.kwargs, varying=False)
-    return trace.raising_islands
+    # The results that replace other islands may themselves be the reason why the whole fails.
+    return {island: why for island, why in trace.raising_islands.items() if island != WHOLE} or trace.raising_islands
 
 
 class _Trace:
@@ -241,158 +243,55 @@ def culprits(
     looped: Mapping[Island, str],
     capture_around: Callable[[Mapping[Island, str]], None],
 ) -> dict[Island, str]:
-    """Return the smallest submodules that must run in a loop, each with the reason.
+    """Return the submodules that must run in a loop, each with the reason.
 
-    A few traces of the whole model find all islands that raise while it is traced. Only islands whose graph is refused
-    later, because its result differs from the code's, are searched one by one, and equal islands once.
+    These are the smallest ones that raise while the whole model is traced. If the graph around them is refused, those
+    that call them run in a loop instead, up to the whole forward.
 
     Args:
-        looped: islands that run in a loop in any case, with the reasons; they are part of the result.
+        looped: islands that run in a loop in any case, with the reasons.
         capture_around: captures the whole model with the given islands left out; raises if that fails.
 
     Raises:
         FusionError: not even the whole forward can run in a loop.
     """
-    search = _Search(model, records, Fitness(model, records), capture_around, looped)
+    fitness = Fitness(model, records)
     # The caller has already failed to capture the model without fallbacks.
-    fallbacks = dict(looped) or search.surveyed()
-    while WHOLE not in fallbacks and search.refusal(WHOLE, fallbacks) is not None:
-        search = replace(search, fallbacks=fallbacks, below={})
-        more = search.surveyed()
-        fallbacks = fallbacks | more if more else search.culprits(WHOLE)
-        if not more:
-            break
-    if WHOLE not in fallbacks:
-        return fallbacks
-    if (why := search.fitness.unfit(WHOLE)) is not None:
-        raise FusionError(why)
+    fallbacks = dict(looped) or survey(model, records, {}, fitness)
+    while WHOLE not in fallbacks:
+        why, place = _refusal(fitness, fallbacks, capture_around)
+        if why is None:
+            return fallbacks
+        more = survey(model, records, fallbacks, fitness)
+        if not more and place is not None and place not in fallbacks and fitness.unfit(place) is None:
+            more = {place: why}
+        callers = {caller: reason for island, reason in fallbacks.items() for caller in records.callers(island)}
+        fallbacks = fallbacks | more if more else callers or {WHOLE: why}
+    if (unfit := fitness.unfit(WHOLE)) is not None:
+        raise FusionError(unfit)
+    if (written := records.state.written(WHOLE)) is not None:
+        raise KeepsState(
+            f"forward may change Python state in {written}, and no graph holds all of it: {fallbacks[WHOLE]}", [written]
+        )
     return {WHOLE: fallbacks[WHOLE]}
 
 
-@dataclass(frozen=True, eq=False)
-class _Search:
-    """Captures islands separately.
-
-    Attributes:
-        fallbacks: islands that run in a loop in any case, with the reasons.
-        below: cached results of `culprits` for each island.
-        verdicts: cached results of `refusal`, shared by equal islands, see `_likeness`.
-    """
-
-    model: nn.Module
-    records: Records
-    fitness: Fitness
-    capture_around: Callable[[Mapping[Island, str]], None]
-    fallbacks: Mapping[Island, str]
-    below: dict[Island, dict[Island, str]] = field(default_factory=dict)
-    verdicts: dict[Any, str | None] = field(default_factory=dict)
-
-    def surveyed(self) -> dict[Island, str]:
-        """Return the islands that raise in a trace with the ``fallbacks`` left out."""
-        raising = survey(self.model, self.records, self.fallbacks, self.fitness)
-        # The results that replace other islands may themselves be the reason why the whole fails.
-        return {island: why for island, why in raising.items() if island != WHOLE} or raising
-
-    def culprits(self, island: Island) -> dict[Island, str]:
-        """Return the fallbacks among ``island`` and the submodules that it calls."""
-        if island not in self.below:
-            # Ends the recursion if an island calls itself through others.
-            self.below[island] = {}
-            self.below[island] = self._find_culprits(island)
-        return self.below[island]
-
-    def _find_culprits(self, island: Island) -> dict[Island, str]:
-        if island in self.fallbacks:
-            return {island: self.fallbacks[island]}
-        if not self._runs_alone(island):
-            # The island around it shows whether replacing these submodules suffices.
-            return {stub: why for child in self.records.children(island) for stub, why in self.culprits(child).items()}
-        below = self.records.below(island)
-        inner = {stub: why for stub, why in self.fallbacks.items() if stub in below}
-        why = self.refusal(island, inner)
-        if why is None:
-            return inner
-        inside: dict[Island, str] = {}
-        for child in self.records.children(island):
-            inside |= self.culprits(child)
-        if inside.keys() != inner.keys() and island not in inside:
-            remaining = self.refusal(island, inside)
-            if remaining is None:
-                return inside
-            why = f"{why}; {remaining}"
-        return {island: why}
-
-    def _runs_alone(self, island: Island) -> bool:
-        """Return whether a trial can reuse the recorded arguments of ``island``: objects may have changed since."""
-        call = self.records.first(island)
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
-        return island == WHOLE or all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves)
-
-    def refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
-        """Return why ``island`` cannot be captured with the ``stubs`` left out; None if it can."""
-        for stub in stubs:
-            if (why := self.fitness.unfit(stub)) is not None:
-                return why
-        key = self._likeness(island, stubs)
-        if key not in self.verdicts:
-            self.verdicts[key] = self._refusal(island, stubs)
-        return self.verdicts[key]
-
-    def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
-        try:
-            if island == WHOLE:
-                self.capture_around(stubs)
-            else:
-                self._capture_alone(island, stubs)
-        except FusionError as error:
-            return str(error)
-        except Exception as error:
-            return f"it cannot be run separately: {type(error).__name__}: {error}"
-        return None
-
-    def _capture_alone(self, island: Island, stubs: Mapping[Island, str]) -> None:
-        top = self.records.first(island)
-        args, kwargs = top.args, top.kwargs
-        if top.written:
-            # Called alone, the island would write into leaves that require grad.
-            args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
-        twin = module_copy(self.model)
-        with opaque(twin, stubs, self.records, [twin], top):
-            module = twin.get_submodule(island.path)
-            target = module if island.method == "forward" else _MethodAsModule(module, island.method)
-            capture(target, args, kwargs, varying=False)
-
-    def _likeness(self, island: Island, stubs: Mapping[Island, str]) -> Any:
-        """Return a key that is equal for islands that differ at most in the values of their tensors."""
-        prefix = f"{island.path}." if island.path else ""
-        paths = frozenset((stub.path.removeprefix(prefix), stub.method) for stub in stubs)
-        if not all(stub.path.startswith(prefix) for stub in stubs):
-            return island, frozenset(stubs)
-        module, call = self.model.get_submodule(island.path), self.records.first(island)
-        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
-        if not all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves):
-            return island, frozenset(stubs)
-        try:
-            held = tuple(contents(module).items())
-        except FusionError:
-            return island, frozenset(stubs)
-        parts = tuple((path, type(part), part.training) for path, part in module.named_modules())
-        registered = tuple((name, _kind(tensor)) for name, tensor in tensors(module))
-        arguments = tuple(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-        return island.method, parts, registered, held, arguments, spec, call.written, paths
+def _refusal(
+    fitness: Fitness, stubs: Mapping[Island, str], capture_around: Callable[[Mapping[Island, str]], None]
+) -> tuple[str | None, Island | None]:
+    """Return why the model cannot be captured with the ``stubs`` left out, and where if one operator is the reason."""
+    for stub in stubs:
+        if (why := fitness.unfit(stub)) is not None:
+            return why, None
+    try:
+        capture_around(stubs)
+    except Unbatchable as error:
+        return str(error), Island(module_path(error.node))
+    except FusionError as error:
+        return str(error), None
+    return None, None
 
 
-def _kind(tensor: Tensor) -> Any:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-class _MethodAsModule(nn.Module):
-    """A module whose forward is another module's method."""
-
-    def __init__(self, module: nn.Module, method: str) -> None:
-        super().__init__()
-        self.module = module
-        self.method = method
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module, self.method)(*args, **kwargs)
+def module_path(node: fx.Node) -> str:
+    """Return the path of the innermost submodule whose code calls ``node``; empty for the model's own code."""
+    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")

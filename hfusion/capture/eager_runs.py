@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,6 @@ from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import same_value
 from hfusion.core.program import Capture, Kind
-from hfusion.core.python_values import Compound, Link, parts, put, safe_repr, walk
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
@@ -33,11 +29,7 @@ from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Relative tolerances: a graph has the operators of the code, so rounding hardly differs. Gradients: times `GRADIENTS`.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-# Recomputed values may differ from cached ones by one rounding step.
-EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 GRADIENTS = 10.0
-# Replaces integers where floats become infinite: integers may be sizes of tensors.
-LARGE = 1_000_000
 # A seed that no forward is likely to set itself.
 SEED = 7_150_342_987
 
@@ -72,16 +64,6 @@ def twin(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} cannot be deep-copied ({type(error).__name__}: {error}); keep only tensors that "
             "are leaves, and plain Python values, as attributes"
         ) from error
-
-
-def reset(member: nn.Module, module: nn.Module) -> None:
-    """Give ``member``, a copy of ``module``, the values that its tensors had before its calls."""
-    values = dict(tensors(module))
-    with torch.no_grad():
-        for name, tensor in tensors(member):
-            if name in values and tensor.shape == values[name].shape:
-                tensor.copy_(values[name].detach())
-                tensor.grad = None
 
 
 def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
@@ -293,83 +275,3 @@ def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, lo
         return torch.equal(a, b)
     limit = limits.get(a.dtype, limits[torch.float64])
     return not relative_difference(a, b, floor) > looser * limit
-
-
-def change_parameters(member: nn.Module) -> None:
-    """Change the values of the parameters in train mode, as training does."""
-    flags = {module: module.training for module in member.modules()}
-    if not member.training:
-        member.train()
-    with torch.no_grad():
-        for parameter in member.parameters():
-            if parameter.is_floating_point() or parameter.is_complex():
-                parameter.mul_(1.25)
-    if not flags[member]:
-        member.eval()
-        for module, training in flags.items():
-            module.training = training
-
-
-def spoil_changed(
-    member: nn.Module,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    number: float,
-    should_overwrite: Callable[..., bool],
-) -> None:
-    """Overwrite the parts of the attributes of ``member`` that differ between two results of `contents`.
-
-    Args:
-        number: the value that replaces numbers and elements of tensors.
-        should_overwrite: called with the two contents of a differing part; returns whether to overwrite it.
-    """
-    for path, module in member.named_modules():
-        attributes = vars(module)
-        for name in list(attributes):
-            key = f"{path}.{name}".strip(".")
-            if key in before and key in after:
-                attributes[name] = _spoiled(attributes[name], before[key], after[key], number, should_overwrite)
-
-
-def _spoiled(value: Any, before: Any, after: Any, number: float, should_overwrite: Callable[..., bool]) -> Any:
-    """Return ``value`` with ``number`` in place of numbers whose content differs; tensors are overwritten in place."""
-    if before == after or isinstance(value, torch.Size | FunctionType):
-        return value
-    if isinstance(before, Compound) and isinstance(after, Compound) and before.kind == after.kind:
-        old, new = dict(before.parts), dict(after.parts)
-        for link, name, part in parts(value):
-            step = link, safe_repr(name) if link is Link.KEY else name
-            if step in old and step in new:
-                changed = _spoiled(part, old[step], new[step], number, should_overwrite)
-                if changed is not part and not isinstance(value, tuple):
-                    put(value, link, name, changed)
-        return value
-    if not should_overwrite(before, after):
-        return value
-    if isinstance(value, bool):
-        return number != 0.0
-    if isinstance(value, int):
-        return int(number) if math.isfinite(number) else LARGE if number > 0 else -1
-    if isinstance(value, float):
-        return number
-    spoil(value, number)
-    return value
-
-
-def spoil(value: Any, number: float) -> None:
-    """Overwrite the tensors in ``value``, and the floats in its lists and dicts, with ``number``."""
-
-    def overwrite(item: Any) -> list[Any]:
-        if isinstance(item, type | nn.Module | FunctionType | MethodType):
-            return []
-        if isinstance(item, Tensor):
-            whole = item.is_floating_point() or item.is_complex()
-            item.detach().data.fill_(number if whole else 0)
-            return []
-        held = parts(item)
-        for link, name, part in held:
-            if isinstance(part, float) and (link is Link.ATTRIBUTE or isinstance(item, dict | list | deque)):
-                put(item, link, name, number)
-        return [part for _, _, part in held]
-
-    walk([value], overwrite)

@@ -25,11 +25,10 @@ from hfusion.capture.dynamic_sizes import open_lengths, original, size_uses
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import assigned_as_writes
 from hfusion.capture.fallback_runtime import calls
-from hfusion.capture.observe import Observation, observe
+from hfusion.capture.observe import Observation, check_state, gradient_dependence, observe
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
 from hfusion.capture.reachable_code import search_of
-from hfusion.capture.state_check import judge
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -48,7 +47,6 @@ from hfusion.torch_private.autocast import enter_autocast, exit_autocast
 from hfusion.torch_private.export_state import (
     has_transforms,
     import_exporter,
-    in_this_thread_only,
     module_stack_unwound,
     numbered_parts,
 )
@@ -88,7 +86,7 @@ def capture(
         observed: an eager run of ``module``, if there was one.
 
     Raises:
-        StateError: forward keeps state in Python attributes.
+        KeepsState: forward changes Python state.
         FusionError: the module cannot be captured faithfully; the message gives the reason.
     """
     attempts = _attempts(varying, dims)
@@ -96,13 +94,9 @@ def capture(
         if observed is None and not runnable(module):
             return _exported(module, args, kwargs, attempts, {})
         observed = observed or observe(module, args, kwargs)
-        try:
-            captured = _captured(observed, attempts)
-        except FusionError:
-            # If forward keeps state, that is the more useful error.
-            judge(observed)
-            raise
-        if lost := judge(observed, captured):
+        check_state(observed)
+        captured = _captured(observed, attempts)
+        if lost := gradient_dependence(observed):
             raise FusionError(lost)
         return captured
 
@@ -300,7 +294,6 @@ def _first_export(
                 open_lengths(),
                 symbolic_len(module) if any(attempt.dims) else nullcontext(),
                 assigned_as_writes(module),
-                in_this_thread_only(),
                 derivatives_traced(),
                 reads,
             ):

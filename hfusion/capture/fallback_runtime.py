@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.address_access import own_leaves, own_memory, own_rows
 from hfusion.capture.hooks import with_hooks
 from hfusion.capture.registered_tensors import holder_of
-from hfusion.capture.repeatable_draws import next_call, seeded
 from hfusion.capture.tensor_references import Reference
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
@@ -79,7 +78,7 @@ class OpaqueCall:
         contiguous: for each input, whether it was contiguous.
         written: the positions of the inputs that it writes into.
         assigned, changed: the keys of the buffers that it replaces, and of its own tensors that forward changed.
-        addresses: whether it accesses raw addresses of tensors.
+        addresses, draws: whether it accesses raw addresses of tensors, and draws random numbers.
         grad, attached: whether autograd is on; whether it is off and some result needs a gradient nevertheless.
         bodies: every member's submodule.
         references: the plain attributes in which each body holds its own tensors a second time.
@@ -102,6 +101,7 @@ class OpaqueCall:
     assigned: frozenset[str]
     changed: frozenset[str]
     addresses: bool
+    draws: bool
     grad: bool
     attached: bool
     bodies: tuple[nn.Module, ...]
@@ -163,7 +163,7 @@ def run(
     for x in (*inputs, *fixed, *changing):
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
-    first, call_number = calls[numbers[0]], next_call()
+    first = calls[numbers[0]]
     arguments = inputs
     if first.addresses:
         # Only tensors per member are copied; tensors that all members share stay in their memory.
@@ -177,7 +177,7 @@ def run(
             call = calls[number]
             watched = [memory[x][member] for x in alive if x not in shared]
             weights = own_leaves([x[member] if isinstance(x, Listed) else x for x in fixed])
-            with _unchanged(watched, f"{call.path} of model {member}"), seeded(call_number, member):
+            with _unchanged(watched, f"{call.path} of model {member}"):
                 rows.append(_run_member(call, member, [x[member] for x in rows_of], weights, apart, alive, sizes))
             for aliases, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
                 _tell_version(aliases[member], row[member])

@@ -18,7 +18,6 @@ from hfusion.capture.module_call_trace import RecordedCall, Records
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.state_watch import hide
 from hfusion.capture.tensor_references import references
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
@@ -53,17 +52,13 @@ def opaque(
     culprits: Mapping[Island, str],
     records: Records,
     members: Sequence[nn.Module],
-    top: RecordedCall | None = None,
 ) -> Iterator[list[OpaqueCall]]:
     """Context manager: trace the ``culprits`` of ``model``, given with the reasons, as opaque calls.
 
-    Yields the list of the traced calls; keep it as long as the captured graph is used. ``top`` is the recorded call
-    that is traced, by default the call of the whole forward.
+    Yields the list of the traced calls; keep it as long as the captured graph is used.
     """
     traced_calls: list[OpaqueCall] = []
-    recorded_calls = {
-        island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits
-    }
+    recorded_calls = {island: itertools.cycle(records.outside(island, culprits.keys())) for island in culprits}
     stubs: dict[Island, _Stub] = {}
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +137,6 @@ class _Stub:
         links = _links(record, {key: len(inputs) + k for k, key in enumerate((*fixed, *changing))})
         held = [registered[k] for k in fixed], [registered[k] for k in changing]
         fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
-        hide(self._island, self._module, record.state.changed_attributes)
         # torch.export takes few kinds of values (see `with_values`), and drops the fields of dataclasses that are None.
         others = [0] * len(output) if self._island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
@@ -175,6 +169,7 @@ class _Stub:
             record.assigned,
             self._changed,
             record.addresses,
+            record.draws,
             torch.is_grad_enabled(),
             record.attached,
             self._bodies,

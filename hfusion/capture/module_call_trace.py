@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.address_access import AddressWatch
-from hfusion.capture.eager_runs import apart, call_on_copies, reset, twin
+from hfusion.capture.eager_runs import apart, call_on_copies, python_random_state, twin
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_state import restored
-from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.state_watch import CallState, ModelState, RunState, State, StateReader
+from hfusion.capture.registered_tensors import device_of, tensors
+from hfusion.capture.state_watch import StateWatch
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import same_values, tensors_in
+from hfusion.device.backend import backend
 from hfusion.torch_private.functorch import is_wrapped
 
 
@@ -34,10 +35,9 @@ class RecordedCall:
         wrote, assigned: the keys of the module's tensors that it changed, and of those that it replaced.
         links: pairs (result, source) of tensors that share memory. A source is the position of an argument tensor, the
             key of a tensor of the module, or ``-1 - k`` for result k.
-        addresses: whether it accessed raw addresses of tensors.
+        addresses, draws: whether it accessed raw addresses of tensors, and drew random numbers.
         attached: whether a result needs a gradient although autograd was off.
         altered: whether it changed a list or dict among its arguments.
-        state: the module's Python state.
     """
 
     island: Island
@@ -52,9 +52,9 @@ class RecordedCall:
     assigned: frozenset[str]
     links: frozenset[tuple[int, int | str]]
     addresses: bool
+    draws: bool
     attached: bool
     altered: bool
-    state: CallState
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,48 +66,32 @@ class Records:
         changed: the keys of the model's tensors that the run changed.
         failed: the islands with a call that raised an error, which forward caught.
         modes: see `Capture`.
-        state: the model's Python state during the run.
+        state: how the model's Python state changes during the run.
     """
 
     calls: Sequence[RecordedCall]
     changed: frozenset[str]
     failed: frozenset[Island]
     modes: Mapping[str, bool]
-    state: ModelState
+    state: StateWatch
 
     @property
     def top(self) -> RecordedCall:
         """The call of the whole forward."""
         return next(call for call in self.calls if call.island == WHOLE and not call.inside)
 
-    def first(self, island: Island) -> RecordedCall:
-        return next(call for call in self.calls if call.island == island)
-
     def of(self, island: Island) -> list[RecordedCall]:
         return [call for call in self.calls if call.island == island]
 
-    def within(self, top: RecordedCall, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
-        """Return the calls of ``island`` inside ``top`` that are not inside a call of one of the ``stubs``."""
+    def outside(self, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
+        """Return the calls of ``island`` that are not inside a call of one of the ``stubs``."""
         entered = {call.number for call in self.calls if call.island in stubs}
-        return [
-            call
-            for call in self.of(island)
-            if call is top
-            or (
-                top.number in call.inside and not entered.intersection(call.inside[call.inside.index(top.number) + 1 :])
-            )
-        ]
+        return [call for call in self.of(island) if entered.isdisjoint(call.inside)]
 
-    def children(self, island: Island) -> list[Island]:
-        """Return the islands that ``island`` calls directly."""
-        numbers = {call.number for call in self.of(island)}
-        called = [call.island for call in self.calls if call.inside and call.inside[-1] in numbers]
-        return [child for child in dict.fromkeys(called) if child != island]
-
-    def below(self, island: Island) -> frozenset[Island]:
-        """Return the islands that are called while ``island`` runs."""
-        numbers = {call.number for call in self.of(island)}
-        return frozenset(call.island for call in self.calls if numbers.intersection(call.inside))
+    def callers(self, island: Island) -> list[Island]:
+        """Return the islands that call ``island`` directly."""
+        by_number = {call.number: call.island for call in self.calls}
+        return [by_number[call.inside[-1]] for call in self.of(island) if call.inside and call.inside[-1] in by_number]
 
 
 def record(
@@ -132,11 +116,14 @@ def record(
             "by def forward(self, ...)"
         )
     member = twin(model)
-    reader = StateReader(member)
+    state = StateWatch(member)
     registered = dict(tensors(member))
     before = {name: _state(tensor) for name, tensor in registered.items()}
     with restored(model), apart(member):
-        recorder, state = _recorded(member, args, kwargs, reader, recorded)
+        recorder = _CallRecorder(state)
+        args, kwargs = copies((args, dict(kwargs)))
+        with intercepted(member, recorded, recorder.call), AddressWatch(recorder.address):
+            call_on_copies(member, args, kwargs)
         after, originals = dict(tensors(member)), dict(tensors(model))
         changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
         changed |= {
@@ -144,36 +131,7 @@ def record(
             for name in registered
             if registered[name] is not after[name] or _state(registered[name]) != before[name]
         }
-        states = [state]
-        if state.changes:
-            # Only a second run shows a parent that clears state of the call before.
-            reset(member, model)
-            states.append(_recorded(member, args, kwargs, reader, recorded)[1])
-    python_state = ModelState(member, reader, states)
-    return Records(recorder.completed_calls, frozenset(changed), frozenset(recorder.failed), modes, python_state)
-
-
-def _recorded(
-    member: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    reader: StateReader,
-    recorded: Sequence[Island],
-) -> tuple[_CallRecorder, RunState]:
-    """Call ``member`` with copies of the arguments."""
-    recorder, start = _CallRecorder(reader), reader.read(member)
-    args, kwargs = copies((args, dict(kwargs)))
-    with intercepted(member, recorded, recorder.call), AddressWatch(recorder.address):
-        call_on_copies(member, args, kwargs)
-    states: dict[Island, list[CallState]] = {}
-    outermost = [
-        call
-        for call in recorder.completed_calls
-        if not any(recorder.called_islands[n] == call.island for n in call.inside)
-    ]
-    for call in outermost:
-        states.setdefault(call.island, []).append(call.state)
-    return recorder, RunState(start, states, reader.read(member))
+    return Records(recorder.completed_calls, frozenset(changed), frozenset(recorder.failed), modes, state)
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
@@ -191,7 +149,7 @@ class _CallStart:
         leaves, spec: the flat arguments, and their structure.
         inputs: the tensors among them, each with its version and a copy.
         registered, states: the tensors of the module by key, and the version and address of each.
-        state: the Python state within reach of the module.
+        random_states: see `_random_states`.
     """
 
     number: int
@@ -201,7 +159,7 @@ class _CallStart:
     inputs: Sequence[tuple[Tensor, int, Tensor]]
     registered: Mapping[str, Tensor]
     states: Mapping[str, tuple[int, int]]
-    state: State
+    random_states: Any
 
 
 @dataclass
@@ -214,7 +172,7 @@ class _CallRecorder:
         addressing: the numbers of the calls that accessed raw addresses.
     """
 
-    reader: StateReader
+    state: StateWatch
     calls: list[RecordedCall | None] = field(default_factory=list)
     called_islands: list[Island] = field(default_factory=list)
     failed: set[Island] = field(default_factory=set)
@@ -254,6 +212,7 @@ class _CallRecorder:
         return output
 
     def _start(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallStart:
+        self.state.look(method.island, method.module)
         number = len(self.calls)
         self.calls.append(None)
         self.called_islands.append(method.island)
@@ -267,7 +226,7 @@ class _CallRecorder:
             [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors_in(leaves)],
             registered,
             {key: _state(tensor) for key, tensor in registered.items()},
-            self.reader.read(method.module),
+            _random_states(method.module),
         )
 
     def _completed(
@@ -293,7 +252,7 @@ class _CallRecorder:
         self.noting = True
         links = frozenset(_linked(results, sources))
         self.noting = False
-        state = self.reader.read(module)
+        self.state.look(method.island, module)
         return RecordedCall(
             method.island,
             start.number,
@@ -307,10 +266,16 @@ class _CallRecorder:
             assigned,
             links,
             start.number in self.addressing,
+            _random_states(module) != start.random_states,
             not torch.is_grad_enabled() and any(result.requires_grad for result in results),
             altered,
-            CallState(start.state, state, self.reader.changed_attributes(module, start.state, state)),
         )
+
+
+def _random_states(module: nn.Module) -> Any:
+    """Return the states from which code of ``module`` draws, comparable."""
+    states = backend(device_of(module)).random_states()
+    return python_random_state(), {kind: state.numpy().tobytes() for kind, state in states.items()}
 
 
 def _linked(results: Sequence[Tensor], sources: Mapping[int | str, Tensor]) -> Iterator[tuple[int, int | str]]:

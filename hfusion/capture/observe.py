@@ -10,18 +10,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_fingerprint import contents
-from hfusion.capture.eager_runs import Outcome, changed_modes, run, twin
-from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
+from hfusion.capture.attribute_fingerprint import contents, results
+from hfusion.capture.eager_runs import ALIKE, Outcome, changed_modes, difference, run, run_without_gradients, twin
+from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import CODE, check_restorable, restored, variables
 from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import Registered, check_registered, tensors
 from hfusion.capture.skeleton import is_restrided
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.memory import same_values
 from hfusion.core.program import describe_value
 from hfusion.core.python_values import safe_repr
 from hfusion.core.stages import stage
+
+# Number of attributes and variables that a message names.
+_MOST = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +36,8 @@ class Observation:
         outcome: outputs, gradients, and the tensors of the copy afterwards.
         called: the copy after the run.
         modes: the new mode, train (True) or eval, of each submodule whose mode it changed, by path.
-        attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient.
+        attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient, if
+            its code may read them.
         variables: the variables of classes and files that it changed.
         search: the code that forward may run.
     """
@@ -91,6 +95,10 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         check_restorable(search, changed)
         flags = {name: tensor.requires_grad for name, tensor in tensors(module)}
         flagged = [f"{n}.requires_grad" for n, t in tensors(called) if t.is_leaf and t.requires_grad and not flags[n]]
+        if search.all_names.isdisjoint(GRADIENT_QUESTIONS):
+            flagged = []
+        attributes = _changed(before, after := contents(called))
+        _check_own(attributes, after, contents(module) if attributes else {})
         observed = Observation(
             module,
             args,
@@ -98,12 +106,66 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             outcome,
             called,
             changed_modes(module, called),
-            (*_changed(before, contents(called)), *flagged),
+            (*attributes, *flagged),
             tuple(changed),
             search,
         )
     stage(type(module).__name__, "observed", lambda: str(observed), lambda: None)
     return observed
+
+
+def _check_own(changed: Sequence[str], after: Mapping[str, Any], of_original: Mapping[str, Any]) -> None:
+    """Raise FusionError if a copy, and so one member, changes state that the original, and other members, share."""
+    for name in changed:
+        if name in after and of_original.get(name) == after[name]:
+            raise FusionError(
+                f"forward changes {name}, which copies of a model share, such as a function or what it is closed over; "
+                "keep it in an attribute of the model, or in a registered buffer"
+            )
+
+
+def check_state(observed: Observation) -> None:
+    """Raise KeepsState if the run changed Python state: the next call may compute something else than this one.
+
+    The members' own objects fill a cache in their first call, so that a later call, which changes nothing, can be
+    captured.
+    """
+    names = [*observed.attributes, *observed.variables]
+    if not names:
+        # What a call has left with a history belongs to one batch: a copy of the model has its values at best.
+        names = [path for path in results(observed.module) if not observed.search.all_names.isdisjoint(path.split("."))]
+    if names:
+        shown = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+        raise KeepsState(
+            f"forward changes Python state in {shown}. A cache is captured once it is filled; return results, and keep "
+            "what changes at every call in a registered buffer, to have it fused",
+            names,
+        )
+
+
+def gradient_dependence(observed: Observation) -> str:
+    """Describe the difference in forward's results while gradients are off; empty if there is none.
+
+    Forward may read torch.is_grad_enabled() or requires_grad of its values, and a graph holds only one answer.
+    """
+    try:
+        without = run_without_gradients(twin(observed.module), *observed.call)
+    except Exception:
+        # Forward needs gradients, for example for torch.autograd.grad: nothing to compare.
+        return ""
+    unlike = difference(tensors_of(without), tensors_of(observed.outcome), ALIKE)
+    if unlike is None:
+        return ""
+    return (
+        f"in forward {unlike} differs while gradients are off (torch.no_grad), and a graph knows one of them only; "
+        "ask self.training instead"
+    )
+
+
+def tensors_of(outcome: Outcome) -> Outcome:
+    """Return the tensors that forward returns and leaves in the module, without gradients."""
+    outputs = tuple(output for output in outcome.outputs if isinstance(output, Tensor))
+    return Outcome(outputs, {name: value for name, value in outcome.values.items() if name.endswith(" afterwards")})
 
 
 def _watch(

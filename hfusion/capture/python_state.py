@@ -35,7 +35,7 @@ from hfusion.core.python_values import (
     slots,
     walk,
 )
-from hfusion.torch_private.tracer_warnings import noted
+from hfusion.torch_private.tracer_warnings import warnings_ignored
 
 MUTABLE_CONTAINERS = (list, dict, set, deque)
 # An OrderedDict is no longer one after methods of dict have changed it.
@@ -48,7 +48,7 @@ CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 3
 # Size in bytes up to which the values of a tensor outside of the model are restored.
 MAX_TENSOR_BYTES = 64 * 2**20
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @contextmanager
@@ -86,21 +86,6 @@ def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Ca
         yield back
     finally:
         back()
-
-
-@contextmanager
-def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context manager: restore the attributes of ``modules`` and their submodules, as `restored` does."""
-    undo: list[Callable[[], object]] = []
-    visited: dict[int, Any] = {}
-    for module in modules:
-        for part in module.modules():
-            _remember(part, undo, visited)
-    try:
-        yield
-    finally:
-        for change in undo:
-            change()
 
 
 def variables(search: CodeSearch) -> dict[str, Any]:
@@ -149,7 +134,7 @@ def identity(value: Any) -> Any:
         return IdentityRef(value), held
     if isinstance(value, Iterator):
         return IdentityRef(value), _position(value)
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         return IdentityRef(value), pickle.dumps(_draws(value))
     return IdentityRef(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
@@ -158,7 +143,7 @@ def _change_back(item: Any) -> Callable[[], object] | None:
     """Return a function that restores the values of an array, or the state of a generator; None for anything else."""
     if isinstance(item, torch.Generator):
         return functools.partial(item.set_state, item.get_state())
-    if isinstance(item, _GENERATORS):
+    if isinstance(item, GENERATORS):
         return functools.partial(_set_draws, item, _draws(item))
     if array_bytes(item) is not None and np.asarray(item).flags.writeable:
         return functools.partial(_fill_array, item, np.asarray(item).copy())
@@ -191,16 +176,18 @@ def _position(iterator: Iterator[Any]) -> str:
     # object.__reduce__ creates an object of the base class, which closes a file when it is deleted.
     if type(iterator).__reduce__ is object.__reduce__:
         return repr(iterator)
-    with noted(Warning):
+    with warnings_ignored():
         return f"{iterator} {iterator.__reduce__()}"
 
 
 def _draws(generator: Any) -> Any:
-    """Return the state of a random generator of Python or numpy; None if it has none, like `random.SystemRandom`."""
+    """Return the state of a random generator; None if it has none, like `random.SystemRandom`."""
     if isinstance(generator, random.SystemRandom):
         return None
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 

@@ -79,12 +79,6 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
                 yield key, other_key
 
 
-REMEDY = (
-    "keep state in a registered buffer, hand out results by return, and call the models once before they are fused "
-    "where only a first call is another"
-)
-
-
 @dataclass(frozen=True)
 class Registered:
     """The parameters and buffers of a member before a call, and which of them are one tensor or share memory."""

@@ -28,7 +28,7 @@ def is_restrided(tensor: Tensor) -> bool:
 def skeleton(index: int, model: nn.Module) -> nn.Module:
     """Return a deep copy of ``model`` whose parameters and buffers are ``meta`` tensors; ``index`` is for errors."""
     memo: dict[int, Any] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
-    memo |= {id(tensor): copied_result(tensor) for tensor in results(model)}
+    memo |= {id(tensor): copied_result(tensor) for tensor in results(model).values()}
     memo |= {id(vars(part).get(name)): None for part in model.modules() for name in recomputed(part)}
     # A copy would be closed over modules of the model all the same.
     memo |= {id(value): value for part in model.modules() for value in vars(part).values() if is_recipe(value)}

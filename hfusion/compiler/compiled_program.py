@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
+from hfusion.capture.eager_fallbacks import module_path
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.fallback_tracing import RULES as OPAQUE_RULES
 from hfusion.capture.method_interception import WHOLE, Island
@@ -20,7 +21,7 @@ from hfusion.capture.python_differences import differing_attributes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.fill_scalars import capture_variants
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.errors import ForwardsDiffer, FusionError
+from hfusion.core.errors import ForwardsDiffer, FusionError, KeepsState
 from hfusion.core.guards import AllHold
 from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims, writable
@@ -254,7 +255,7 @@ def _captured_member(
     try:
         return capture_member(_member(subject, member, arguments), sizes, looped, subject.loops)
     except FusionError as error:
-        if not subject.loops:
+        if not subject.loops or isinstance(error, KeepsState):
             raise
         raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
 
@@ -329,11 +330,6 @@ def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules:
                 unknown[node] = path
         env[node] = result(node, layout, example)
     return reasons
-
-
-def module_path(node: fx.Node) -> str:
-    """Return the path of the innermost submodule whose code calls ``node``; empty for the model's own code."""
-    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
 
 
 def _sources(node: fx.Node, unknown: dict[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:

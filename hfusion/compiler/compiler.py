@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from hfusion.capture.export_context import told_autocast
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.compiler.sandbox import apart, collecting_rarely
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import fixed
 from hfusion.core.program import Kind
@@ -30,9 +31,8 @@ MAX_NUMBERS = 16
 # Largest number of cached call keys; programs of other calls are found by their guards.
 MAX_KEYS = 4096
 
-
-class NotCaptured(FusionError):
-    """Raised for a call that no program can compute, but the members' own code, one after the other."""
+# Number of calls of one kind that may change Python state, as to fill a cache, until all later ones run in a loop.
+MAX_CHANGES = 2
 
 
 @dataclass
@@ -78,6 +78,9 @@ class Compiler:
     whole: dict[Any, str] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
     numbers: dict[Any, set[Any]] = field(default_factory=dict)
+    changes: Counter[Any] = field(default_factory=Counter)
+    stateful: dict[Any, KeepsState] = field(default_factory=dict)
+    """How many calls of each kind have changed Python state, and what the last of them says."""
     kin: Callable[[Any, Arguments], Compiled | None] | None = None
     """Derives a program without a capture from another array with similar members; returns None if there is none."""
     make_program: Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled] = compile_array
@@ -120,6 +123,9 @@ class Compiler:
         """Compile a program: capture, align and batch. Raises FusionError if that is impossible."""
         if arguments.obstacle:
             raise NotCaptured(arguments.obstacle)
+        kind = _any_training(training), arguments.key
+        if self.changes[kind] == MAX_CHANGES:
+            raise self.stateful[kind]
         self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes
@@ -137,6 +143,10 @@ class Compiler:
                 plain = arguments.mapped(unwrapped)
                 related = self.kin(training, plain) if self.kin is not None and not sizes.whole else None
                 compiled = related or self.make_program(self.subject, plain, _any_training(training), sizes)
+        except KeepsState as error:
+            self.changes[kind] += 1
+            self.stateful[kind] = error.with_traceback(None)
+            raise
         except FusionError as error:
             if many:
                 self.refused[loose] = str(error)

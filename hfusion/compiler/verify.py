@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,12 +22,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.fallback_runtime import OpaqueCall
-from hfusion.capture.method_interception import Island
 from hfusion.capture.python_reads import EXACT_CLASS
-from hfusion.capture.python_state import attributes_restored, restored
 from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.repeatable_draws import repeatable, repeating
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
@@ -92,7 +89,9 @@ def verify(subject: CheckedArray) -> str:
     members = subject.compiled.program.members
     if any(call.path == "forward" and not _asks_class(call) for call in subject.compiled.opaque):
         return "self-check left out: the whole forward runs as the members' own code"
-    with without_trace(), _members_restored(subject.compiled):
+    if any(call.draws for call in subject.compiled.opaque):
+        return "self-check left out: members' own code draws random numbers"
+    with without_trace():
         try:
             _check(subject)
         except Unmatched as reason:
@@ -117,16 +116,6 @@ def _asks_class(call: OpaqueCall) -> bool:
     """True if members' own code may distinguish a parameter from the plain tensor that replaces it in a loop."""
     names = names_of(call.bodies[:1])
     return "Parameter" in names and not names.isdisjoint(EXACT_CLASS)
-
-
-@contextmanager
-def _members_restored(compiled: Compiled) -> Iterator[None]:
-    """Context manager: restore attributes of members that eager fallbacks call, and variables that their code names."""
-    with ExitStack() as stack:
-        for call in compiled.opaque:
-            stack.enter_context(restored(call.bodies[0]))
-        stack.enter_context(attributes_restored(body for call in compiled.opaque for body in call.bodies))
-        yield
 
 
 def _check(subject: CheckedArray) -> None:
@@ -180,7 +169,7 @@ def _worst(suspects: Sequence[Suspect]) -> list[int]:
 
 def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
     """Return the tensors of ``members`` that differ from the original code by more than ``limits``."""
-    with recording() as draws, repeatable():
+    with recording() as draws:
         fused = _array_outcome(subject)
     suspects = []
     for member in members:
@@ -259,7 +248,7 @@ def _copied(arguments: Arguments) -> Arguments:
 
 def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
     """Raise for suspects that differ by far more than one rounding step of the parameters explains."""
-    with recording() as draws, repeatable():
+    with recording() as draws:
         fused = _array_outcome(subject)
     for member in sorted({suspect.member for suspect in suspects}):
         original = _member_outcome(subject, member, draws, 0)
@@ -368,20 +357,18 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
     model = subject.around(member, leaves)
     args, kwargs = _copied(subject.arguments).of_member(member)
     replay = Replay(draws, member)
-    islands = [Island(call.module_path, call.method) for call in subject.compiled.opaque]
-    with repeating(model, islands, member):
-        with replay.forward(), repeatable():
-            outputs = pytree.tree_leaves(model(*args, **kwargs))
-        model_tensors = dict(tensors(model))
-        inputs = pytree.tree_leaves((args, kwargs))
-        return _outcome(
-            outputs, _trained(subject, model_tensors), _state(subject, model_tensors), inputs, None, replay.backward()
-        )
+    with replay.forward():
+        outputs = pytree.tree_leaves(model(*args, **kwargs))
+    model_tensors = dict(tensors(model))
+    inputs = pytree.tree_leaves((args, kwargs))
+    return _outcome(
+        outputs, _trained(subject, model_tensors), _state(subject, model_tensors), inputs, None, replay.backward()
+    )
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:
     """True if the member's own code returns the same result in two runs."""
-    with recording() as draws, repeatable():
+    with recording() as draws:
         _array_outcome(subject)
     first, second = (_member_outcome(subject, member, draws, 0) for _ in range(2))
     pairs = [(value, second[name]) for name, value in first.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class HFusionError(Exception):
@@ -68,6 +68,21 @@ class ForwardsDiffer(FusionError):
 
         message = re.sub(r"\b(models? )(\d+(?:, \d+)*)", renamed, str(self))
         return ForwardsDiffer(message, tuple(tuple(rows[model] for model in group) for group in self.groups))
+
+
+class NotCaptured(FusionError):
+    """No program can compute a call; the members' own code can, one member after the other."""
+
+
+class KeepsState(NotCaptured):
+    """Forward changes Python state, which only the array's own members keep, and no program.
+
+    ``names``: the names on the paths to the attributes and variables.
+    """
+
+    def __init__(self, message: str, paths: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.names = frozenset(name for path in paths for name in path.split("."))
 
 
 class PlanError(HFusionError):

@@ -1,11 +1,7 @@
-"""The state of the process and the thread that `torch.export` changes while it traces.
-
-torch sets flags of an export for the whole process, although only one thread exports.
-"""
+"""The state of the process and the thread that `torch.export` changes while it traces."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -36,53 +32,6 @@ def _exporter() -> Any:
 def import_exporter() -> None:
     """Import the module that exports, which torch does at the first export."""
     _exporter()
-
-
-class _InThisThread:
-    """A flag that is True in the thread that created it, and has its previous value in others."""
-
-    def __init__(self, previous_value: object) -> None:
-        self._thread = threading.get_ident()
-        self._previous_value = previous_value
-
-    def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread or bool(self._previous_value)
-
-    # `torch.compiler.is_compiling()` returns this object. Callers compute with it as with a bool: transformers writes
-    # ``found |= other``.
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
-
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
-
-    def __xor__(self, other: Any) -> Any:
-        return bool(self) ^ other
-
-    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
-
-    def __hash__(self) -> int:
-        return hash(bool(self))
-
-    def __index__(self) -> int:
-        return int(bool(self))
-
-
-@contextmanager
-def _state() -> Iterator[None]:
-    flags = {name: _InThisThread(getattr(torch.compiler, name)) for name in _FLAGS}
-    with replaced(torch.compiler, flags):
-        yield
-
-
-@contextmanager
-def in_this_thread_only() -> Iterator[None]:
-    """Context manager: the flags of an export are set in its own thread only; other threads are not affected."""
-    with replaced(_exporter(), {"_compiling_state_context": _state}):
-        yield
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from torch import nn
 import hfusion as hf
 from tests.alone import call, normal
 from tests.forwards.numbers import Options, Row, Scaling, Slotted, with_scale
-from tests.forwards.table import FAR, Table, branch, linear
+from tests.forwards.table import FAR, MEMBERS, Table, branch, linear
 
 
 def sequences():
-    return [normal(3, 5, 4), normal(3, 7, 4), normal(3, 4, 4)]
+    return [normal(3, size, 4) for size in (5, 5, 7, 7, 4)]
 
 
 ROWS = Table(calls=sequences)
@@ -52,7 +52,7 @@ row("cache: table that grows", table_that_grows, state=None)
 row("cache: table given with the model", table_that_grows, state=lambda: rows_of(6))
 row("cache: table per size", table_per_size, state=dict)
 row("cache: table per size in a dict of its class", table_per_size, state=type("Tables", (dict,), {}))
-row("cache: table in a loop", lambda self, x: branch(table_that_grows(self, x)), state=None, loops="forward")
+row("cache: table in a loop", lambda self, x: branch(table_that_grows(self, x)), state=None, loops=None)
 
 
 @row("cache: table in a slot", state=type("Slotted", (), {"__slots__": ("table",)}))
@@ -112,9 +112,9 @@ row("cache: dropped by train()", make=Biases, loops=None)
 row("cache: in evaluation", make=lambda: Biases().requires_grad_(False), training=(False,), loops=None)
 
 
-# Results that are left for the user: a warning names them.
+# Results that are left for the user.
 def left(name, forward, state=None):
-    row(f"left result: {name}", forward, state=state, warns="leaves results in the attribute state")
+    row(f"left result: {name}", forward, state=state, loops=MEMBERS, says="changes Python state in state")
 
 
 class Holder:
@@ -142,48 +142,48 @@ def beside_a_mask(self, x):
 
 
 # State that later calls read.
-def refused(name, words, state=None):
+def kept(name, state=None, **fields):
     def add(forward):
-        row(f"state: {name}", forward, refused=f"attribute state.*{words}", state=state)
+        row(f"state: {name}", forward, state=state, loops=None, says="changes Python state in", **fields)
         return forward
 
     return add
 
 
-@refused("longest so far", "another call")
+@kept("longest so far")
 def longest(self, x):
     self.state = max(self.state or 0, x.shape[1])
     return self.fc(x) * self.state
 
 
-@refused("shortest so far", "", 10**6)
+@kept("shortest so far", 10**6)
 def shortest(self, x):
     self.state = min(self.state, len(x))
     return self.fc(x) * self.state
 
 
-@refused("value of a parameter", "another call")
+@kept("value of a parameter")
 def old_weight(self, x):
     if self.state is None:
         self.state = self.fc.weight.detach().norm()
     return self.fc(x) / self.state
 
 
-@refused("graph of a parameter", "second time")
+@kept("graph of a parameter", grads=False)
 def old_graph(self, x):
     if self.state is None:
         self.state = self.fc.weight.norm()
     return self.fc(x) / self.state
 
 
-@refused("moving average", "another call")
+@kept("moving average")
 def moving(self, x):
     h = self.fc(x)
     self.state = h.detach() if self.state is None else 0.9 * self.state + 0.1 * h.detach().mean()
     return h + self.state.mean()
 
 
-@refused("last result that is read in rare cases", "the next call")
+@kept("last result that is read in rare cases")
 def rarely(self, x):
     h = self.fc(x)
     y = h * 2 if self.state is not None and self.state.mean() > 100 else h
@@ -191,7 +191,7 @@ def rarely(self, x):
     return y
 
 
-@refused("last number that is read", "the next call")
+@kept("last number that is read")
 def rarely_a_number(self, x):
     h = self.fc(x)
     y = h * 2 if self.state is not None and self.state["last"] > 100 else h
@@ -199,34 +199,34 @@ def rarely_a_number(self, x):
     return y
 
 
-@refused("shape of the last input", "")
+@kept("shape of the last input")
 def last_shape(self, x):
     factor = 2 if self.state is not None and len(self.state) != len(x) else 1
     self.state = x * 3
     return self.fc(x) * factor
 
 
-@refused("mask of the first call", "")
+@kept("mask of the first call")
 def stale_mask(self, x):
     if self.state is None:
         self.state = torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None, None]
     return self.fc(x) * self.state[: len(x)]
 
 
-@refused("first batch", "another call")
+@kept("first batch")
 def first_batch(self, x):
     if self.state is None:
         self.state = x.mean()
     return self.fc(x) - self.state
 
 
-@refused("counter that nothing reads", "at every call")
+@kept("counter that nothing reads")
 def counter(self, x):
     self.state = (self.state or 0) + 1
     return self.fc(x)
 
 
-@refused("weights set by the first batch", "another call")
+@kept("weights set by the first batch")
 def weight_on_first_call(self, x):
     if self.state is None:
         with torch.no_grad():
@@ -296,7 +296,11 @@ GROWN = {
 }
 for name, (make, use) in GROWN.items():
     forward = lambda self, x, use=use: use(self.state, self.fc(x))  # noqa: E731
-    row(f"state: {name}", forward, state=make, refused="forward keeps values in the Python attribute state")
+    shared = name in ("attribute of a function", "default of a function")
+    says: dict[str, str] = (
+        {"refused": "which copies of a model share"} if shared else {"says": "changes Python state in state"}
+    )
+    row(f"state: {name}", forward, state=make, loops=None, **says)
 
 # State that crosses the border of a part that runs member by member: the whole forward does then.
 CONFIG, KEPT = types.SimpleNamespace(limit=FAR), {}
@@ -388,13 +392,12 @@ def batches():
     return [normal(3, 4), normal(2, 4), normal(3, 4)]
 
 
-def crossing(loops="forward", **fields):
+def crossing(loops=MEMBERS, **fields):
     def add(forward):
         # In eval mode no self-check would tell.
         name = f"state beside a loop: {forward.__name__.replace('_', ' ')}"
         fields.setdefault("training", (False,))
-        ignores = "forward of Part leaves results"
-        row(name, forward, c=Cell, out=linear, loops=loops, calls=batches, ignores=ignores, **fields)
+        row(name, forward, c=Cell, out=linear, loops=loops, calls=batches, **fields)
         return forward
 
     return add
@@ -506,15 +509,15 @@ def global_variable(self, x):
     return self.out(self.c.of_the_file(self.out(self.c.of_the_file(x))))
 
 
-crossing("c.tabled()", training=(True,))(lambda self, x: self.out(self.c.tabled(x)))
+crossing(None, training=(True,))(lambda self, x: self.out(self.c.tabled(x)))
 
 
-@crossing("c.started()", training=(True,))
+@crossing(training=(True,))
 def steps(self, x):
     return self.out(self.c.started(x, 0) + self.c.started(-x, 1))
 
 
-@crossing("c.configured()", training=(True,))
+@crossing(None, training=(True,))
 def configured(self, x):
     if CONFIG.limit is None:
         CONFIG.limit = FAR

@@ -180,7 +180,6 @@ def _own(text: str) -> Program:
     ("text", "words"),
     [
         ("x0.mul_(2)\n{o} = x0 + 1", "writes into its input"),
-        ("self.calls = getattr(self, 'calls', 0) + 1\n{o} = x0 * self.calls", "keeps values in the Python attribute"),
     ],
 )
 def test_a_refusal_in_words_is_no_fault(text: str, words: str) -> None:
