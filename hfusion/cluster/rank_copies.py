@@ -96,7 +96,9 @@ def _put(population: Population, row: int, member: dict[str, Any]) -> None:
     group._drop_gradients()
     roll, name = group._roll, group._roll.tags[row]
     for kind, table in own.items():
-        table.put([row], received[kind])
+        if table is not group.table:
+            table.put([row], received[kind])
+    group.put_rows([row], received["member"])
     if group.scheduler is not None:
         group.scheduler.load_member(row, member["scheduler"])
     group.rows[row] = row
@@ -107,7 +109,6 @@ def _put(population: Population, row: int, member: dict[str, Any]) -> None:
         population._changed()
     roll.rename(row, name)
     roll.note(row, EventKind.COPY, tag)
-    group._updates.end(group._none())
 
 
 def _tables(group: TrainingGroup) -> dict[str, MemberTable]:

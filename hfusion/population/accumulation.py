@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -154,18 +154,19 @@ class Accumulation:
             return
         self._table.drop("before")
         self.holds = True
-        self._hold(fused, [*(name for name, _ in fused.named_buffers()), *written_keys(fused)])
+        self.hold(fused, [*(name for name, _ in fused.named_buffers()), *written_keys(fused)])
         array, accumulation = weakref.ref(fused), weakref.ref(self)
 
         def on_program(program: Any) -> None:
             held, module = accumulation(), array()
             if held is not None and module is not None and held.holds:
-                held._hold(module, program.written)
+                held.hold(module, program.written)
 
         # Called with programs that this step creates, before they run.
         fused._on_program = on_program
 
-    def _hold(self, fused: FusedModule, names: Sequence[str]) -> None:
+    def hold(self, fused: FusedModule, names: Iterable[str]) -> None:
+        """Save the present values of these tensors that are not held yet."""
         if names := [name for name in names if f"before/{name}" not in self._table]:
             for name, rows in _written_rows(fused, names):
                 self._table[f"before/{name}"] = rows.clone()

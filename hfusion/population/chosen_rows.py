@@ -75,9 +75,7 @@ class ChosenRows:
         self.state.store(rows)
         if whole.scaler is not None and part.scaler is not None:
             whole.scaler.table.put(rows, part.scaler.table)
-        whole.table.put(rows, part.table)
-        whole._updates.holds |= part._updates.holds
-        whole._updates.end(whole._none())
+        whole.put_rows(rows, part.table)
         whole._roll.step = part._roll.step
         whole._roll.lineage += part._roll.lineage
 

@@ -39,7 +39,6 @@ def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTab
     """Write the training state of a member to a row of a group that has its model already, and what it lacks here."""
     group.optimizer.put([row], tables)
     for name, table in group._own_tables().items():
-        if name in tables:
+        if name in tables and table is not group.table:
             table.put([row], tables[name])
-    group._updates.holds |= bool(tables["member"]["done"][0])
-    group._updates.end(group._none())
+    group.put_rows([row], tables["member"])

@@ -37,7 +37,6 @@ from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.update_guard import (
     bad_rows,
     check_common,
-    check_limits,
     clip,
     gradients_finite,
     limits_of_new,
@@ -103,6 +102,14 @@ class TrainingGroup:
         """Let this be a group of some members of ``whole``, which ``table`` describes."""
         self.table, self._roll = table, Roll(table, whole._roll.step)
         self._updates = Accumulation(table, whole._updates.initial_calls, whole._updates.holds)
+
+    def put_rows(self, rows: Sequence[int], table: MemberTable) -> None:
+        """Write the first rows of another group's ``table`` over ``rows``."""
+        # Members amid an update of their own have the present values of what only the others' forward has written to.
+        self._updates.hold(self.fused, table.of("before"))
+        self.table.put(rows, table)
+        self._updates.holds |= bool(table["done"].any())
+        self._updates.end(self._none())
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
@@ -426,7 +433,8 @@ class TrainingGroup:
 
     def limit_norms(self, rows: Sequence[int], norms: HyperValue) -> None:
         """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
-        self.table["clip_norm"][list(rows)] = check_limits(len(rows), clip_norm=norms)["clip_norm"]
+        known: dict[str, float | None] = {"clip_norm": None} if "clip_norm" in self.table else {}
+        self.table["clip_norm"][list(rows)] = limits_of_new(known, len(rows), clip_norm=norms)["clip_norm"]
 
     def leave(self, row: int) -> None:
         """Free the row of a member that stops."""

@@ -162,3 +162,17 @@ def test_a_class_with_a_value_per_member(name: str, groups: int) -> None:
             reference.step()
         for index, group in enumerate(fused.param_groups):
             assert group["lr"].tolist() == [float(o.param_groups[index]["lr"]) for o in optimizers]
+
+
+def test_a_copy_goes_on_with_a_schedule_of_its_own() -> None:
+    fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1])
+    optimizer = hf.optim.SGD(fused.parameters(), lr=[1.0, 3.0])
+    schedule = hf.optim.lr_scheduler.PerMember(optimizer, torch.optim.lr_scheduler.ExponentialLR, gamma=[0.5, 0.1])
+    schedule.step()
+    for part in (fused, optimizer, schedule):
+        part.copy(0, 1)
+    schedule.step(rows=[0])
+    assert optimizer.param_groups[0]["lr"].tolist() == [0.25, 0.5]
+    assert schedule.last_epochs.tolist() == [2, 1]
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"].tolist() == [0.125, 0.25]

@@ -61,6 +61,9 @@ def test_records_follow_members() -> None:
     pop.copy(2, 3)
     assert pop.best.scores[2:].isnan().all()
     assert pop.best.waited.tolist() == [0, 0, 1, 1]
+    pop.stop(3)
+    pop.start(3, normed(), tag="d")
+    assert pop.best.ages.tolist() == [0, 0, -1, -1]
     pop.stop([0, 2])
     assert pop.compact() == [1, 3]
     assert pop.best.scores.tolist()[0] == 4.0
@@ -119,6 +122,12 @@ def test_patience_restores_the_best() -> None:
     assert patience(pop, [0.4, 0.7, 0.4]) == [0, 2]
     same(pop.stop(0), best)
     same(pop.fused[2], best)
+    kept = [pop.best[1].state_dict(), pop.best[2].state_dict()]
+    pop.step(*batch(2))
+    assert pop.best.restore([1]) == [1]
+    same(pop.fused[1], kept[0])
+    assert pop.best.restore() == [1, 2]
+    same(pop.fused[2], kept[1])
 
 
 @pytest.mark.parametrize(("mode", "patience", "restore"), [("min", 0, False), ("max", 1, True), ("min", 3, True)])
