@@ -40,6 +40,7 @@ class ForkedWorker:
         serve: called once in the worker, with a function that returns whether this process has ended. Returns the
             function that answers a request. Errors that it raises are raised by `poll`.
         siblings: workers that already run. The new fork closes its copies of their pipes.
+        remedy: what to do if the worker is killed, for the error.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class ForkedWorker:
         name: str,
         serve: Callable[[Callable[[], bool]], Callable[[Any], Any]],
         siblings: Sequence[ForkedWorker] = (),
+        remedy: str = "",
     ) -> None:
-        self.name, self.device = name, torch.device("cpu")
+        self.name, self.device, self._remedy = name, torch.device("cpu"), remedy
         context = multiprocessing.get_context("fork")
         self._pipe, worker_pipe = context.Pipe()
         parent_pipes = [self._pipe, *(sibling._pipe for sibling in siblings)]
@@ -79,11 +81,16 @@ class ForkedWorker:
             raise answer.error_of(self.name)
         return answer
 
+    def ask(self, request: Any) -> Any:
+        """Send a request, and return its answer as `poll` does, if no other answer is awaited."""
+        self.call(request)
+        return self.poll()
+
     def _ended(self) -> WorkerEnded:
         self._process.join(1.0)
         return WorkerEnded(
             f"{self.name} ended with exit code {self._process.exitcode}, as if the system had killed it, which it does "
-            "when memory runs out."
+            f"when memory runs out. {self._remedy}"
         )
 
     def close(self) -> None:

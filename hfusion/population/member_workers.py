@@ -20,15 +20,17 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.member_table import MemberTable
 from hfusion.core.torch_settings import SETTINGS
 from hfusion.device.backend import active_autocast
-from hfusion.device.forked_worker import Failure, ForkedWorker, WorkerEnded, why_no_fork
+from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
 from hfusion.device.openmp import torch_threads
 from hfusion.population.group_step import GroupDraws
 from hfusion.population.members import Event
 from hfusion.population.moving import copy_member_state, put_member_state
 from hfusion.population.training_group import TrainingGroup
 from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
+from hfusion.torch_private.module_hooks import has_global_hooks
 
 _CPU = torch.device("cpu")
+_REMEDY = "The weights of its members are lost: load the last save, or pass processes=1."
 # Steps without a look at the population before members leave: whoever looks after each step keeps them here.
 _QUIET_STEPS = 2
 
@@ -110,10 +112,7 @@ class MemberWorkers:
         failure: BaseException | None = None
         while self._computing:
             worker = self._computing.pop(0)
-            try:
-                answer: StepAnswer = worker.poll()
-            except WorkerEnded as error:
-                raise _lost(error) from error
+            answer: StepAnswer = worker.poll()
             for number, (loss, dtype) in answer.losses.items():
                 self._losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
             self._workers[worker][0]._roll.step = answer.step
@@ -158,7 +157,7 @@ class MemberWorkers:
         self._finalizer = weakref.finalize(self, _close, workers)
         for share in filter(None, shares[1:]):
             name = f"a process of {len(share)} members of the population"
-            workers.append(ForkedWorker(name, partial(_serve, share), workers))
+            workers.append(ForkedWorker(name, partial(_serve, share), workers, _REMEDY))
             self._workers[workers[-1]] = share
 
     def come_home(self) -> None:
@@ -168,16 +167,8 @@ class MemberWorkers:
             return
         if self._computing:
             self._collect()
-        for worker in self._workers:
-            try:
-                worker.call(None)
-            except WorkerEnded as error:
-                raise _lost(error) from error
         for worker, members in self._workers.items():
-            try:
-                states = worker.poll()
-            except WorkerEnded as error:
-                raise _lost(error) from error
+            states = worker.ask(None)
             for group in members:
                 _put_away_state(group, *states[group.number])
         self._workers = {}
@@ -190,13 +181,9 @@ def _close(workers: list[ForkedWorker]) -> None:
     workers.clear()
 
 
-def _lost(error: WorkerEnded) -> WorkerEnded:
-    return WorkerEnded(f"{error} The weights of its members are lost: load the last save, or pass processes=1.")
-
-
 def _is_observed() -> bool:
-    """Return whether this thread computes under modes that forks would not have."""
-    return bool(active_autocast() or in_dispatch_mode() or function_modes())
+    """Return whether this thread computes under modes or hooks that forks may not have."""
+    return bool(active_autocast() or in_dispatch_mode() or function_modes() or has_global_hooks())
 
 
 def _read_settings() -> Any:

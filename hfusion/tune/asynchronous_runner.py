@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.shape_array import ShapeArray
 from hfusion.tune.sweep_runner import SweepRunner
+from hfusion.tune.training_setup import EpochResult
 
 
 class AsynchronousSweepRunner(SweepRunner):

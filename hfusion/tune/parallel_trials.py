@@ -14,18 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.errors import HFusionError
-from hfusion.device.forked_worker import ForkedWorker, WorkerEnded, why_no_fork
+from hfusion.device.forked_worker import ForkedWorker, why_no_fork
 from hfusion.device.openmp import torch_threads
-from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
 from hfusion.tune.space import ArrayChoices, TrialModel
-from hfusion.tune.training_setup import SweepRecipe
+from hfusion.tune.training_setup import EpochResult, SweepRecipe
 
 _log = logging.getLogger(__name__)
 
 # Seconds that workers take to start. Sweeps that end sooner need none.
 _STARTING = 0.3
+_REMEDY = (
+    "Call hf.sweep with fewer rows, or with processes=0. With a directory the same call goes on where the sweep was."
+)
 # A trial moves to another worker if that shortens the epochs by this part: times differ as much by chance.
 _SHORTER = 0.1
 
@@ -61,11 +62,11 @@ class ParallelTrials(PlainTrials):
     def come_home(self, tags: Iterable[str]) -> None:
         """Move trials back to this process."""
         for tag in [tag for tag in tags if tag in self.away]:
-            state = _ask(self.away.pop(tag), ("take", self.name, tag))
+            state = self.away.pop(tag).ask(("take", self.name, tag))
             super().join([self.members[tag]], {tag: state})
 
     def states(self) -> dict[str, dict[str, Any]]:
-        return super().states() | {tag: _ask(worker, ("state", self.name, tag)) for tag, worker in self.away.items()}
+        return super().states() | {tag: worker.ask(("state", self.name, tag)) for tag, worker in self.away.items()}
 
 
 class TrialPool:
@@ -131,7 +132,7 @@ class TrialPool:
                 trained[array.name, tag] = result = array.train(tag, *calls[array.name])
             self._seconds[tag] = result.seconds
         while self._computing:
-            trained |= _polled(self._computing.pop())
+            trained |= self._computing.pop().poll()
         self._seconds |= {tag: result.seconds for (_, tag), result in trained.items()}
         return {
             name: self._arrays[name].result({tag: trained[name, tag] for tag in self._arrays[name].members})
@@ -143,7 +144,7 @@ class TrialPool:
         for worker in self._workers:
             owned = [(array.name, tag) for array, tag in self._owned(worker) if array.name in calls]
             if owned:
-                _call(worker, ("train", [(name, tag, *calls[name]) for name, tag in owned]))
+                worker.call(("train", [(name, tag, *calls[name]) for name, tag in owned]))
                 self._computing.append(worker)
 
     def _owned(self, worker: ForkedWorker) -> list[tuple[ParallelTrials, str]]:
@@ -176,8 +177,8 @@ class TrialPool:
     def _add_workers(self) -> None:
         live = sum(len(array.members) for array in self._arrays.values())
         for number in range(len(self._workers), min(self._count, live)):
-            serve = partial(_serve, self._recipe)
-            self._workers.append(ForkedWorker(f"process {number} of the sweep's trials", serve, self._workers))
+            name, serve = f"process {number} of the sweep's trials", partial(_serve, self._recipe)
+            self._workers.append(ForkedWorker(name, serve, self._workers, _REMEDY))
 
     def _give(self, trials: Sequence[tuple[ParallelTrials, str]]) -> None:
         """Give trials to workers: the longest first, each to the worker with the least to do."""
@@ -190,7 +191,7 @@ class TrialPool:
                 self._unpicklable.add(tag)
                 continue
             worker = min(self._workers, key=self._load)
-            _ask(worker, ("join", array.name, cargo))
+            worker.ask(("join", array.name, cargo))
             del array.trials[tag]
             array.away[tag] = worker
 
@@ -221,31 +222,6 @@ def _why_no_readers(recipe: SweepRecipe) -> str:
     loaders = (*recipe.loaders.created_loaders, recipe.eval_loader)
     reads = any(isinstance(loader, DataLoader) and loader.num_workers for loader in loaders)
     return "a DataLoader has processes of its own" if reads else ""
-
-
-def _call(worker: ForkedWorker, request: tuple[Any, ...]) -> None:
-    try:
-        worker.call(request)
-    except WorkerEnded as error:
-        raise _lost(error) from error
-
-
-def _polled(worker: ForkedWorker) -> Any:
-    try:
-        return worker.poll()
-    except WorkerEnded as error:
-        raise _lost(error) from error
-
-
-def _ask(worker: ForkedWorker, request: tuple[Any, ...]) -> Any:
-    _call(worker, request)
-    return _polled(worker)
-
-
-def _lost(error: WorkerEnded) -> HFusionError:
-    return HFusionError(
-        f"{error} Call hf.sweep with fewer rows, or with processes=0. With a directory the sweep goes on where it was."
-    )
 
 
 def _packed(value: Any) -> bytes:

@@ -25,12 +25,11 @@ from hfusion.optim.hyper import read
 from hfusion.population.member_metrics import member_metrics
 from hfusion.torch_private.optimizer_hooks import step_alone
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
-from hfusion.tune.epoch_batches import batches_on, seeded
-from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.loaders import batches_on, seeded
 from hfusion.tune.objectives import MetricValues, check_plateaus
 from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.sweep_folder import KEEP
-from hfusion.tune.training_setup import SweepRecipe
+from hfusion.tune.training_setup import EpochResult, SweepRecipe
 
 # Optimizers for which torch has ``fused=True`` on a CPU: one call updates all parameters.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -1,19 +1,27 @@
-"""The driver's bookkeeping of an array: the trials of one shape on one device. Nothing is trained here."""
+"""The driver's bookkeeping of shapes and their arrays, one on each device. Nothing is trained here."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from hfusion.capture.compare_models import check_pair
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.core.row_indices import Widths
+from hfusion.tune.chosen_optimizer import optimizer_with, sample_optimizer
 from hfusion.tune.footprint import Footprint, fastest_width
-from hfusion.tune.space import Suggestion, TrialModel
+from hfusion.tune.loaders import first_inputs, minibatches, same_values
+from hfusion.tune.plain_trials import torch_optimizer
+from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
+from hfusion.tune.training_setup import SweepRecipe
 
 
 @dataclass
@@ -44,34 +52,22 @@ class TrialSlot:
         return self.epochs + 1 == self.suggestion.epochs
 
 
-@dataclass(frozen=True)
-class ArrayChoice:
-    """The decision whether trials of one shape become an array.
+def seconds_saved(
+    epochs: Sequence[int], minibatches: float, plain: float | None, footprint: Footprint, side_by_side: int
+) -> float:
+    """Return the seconds that an array saves; -inf without measurements, so that plain trials are measured first.
 
-    Attributes:
+    Args:
         epochs: the remaining epochs of each trial.
         minibatches: minibatches per epoch, times the number of trials of the sweep over those that train at once.
         plain: measured seconds of a minibatch of one plain trial; None if nothing was measured yet.
-        array: seconds of a minibatch of an array of all trials, estimated from ``plain``.
-        startup: seconds that it takes to create the array.
         side_by_side: how many plain trials are trained at the same time.
     """
-
-    epochs: tuple[int, ...]
-    minibatches: float
-    plain: float | None
-    array: float
-    startup: float
-    side_by_side: int
-
-
-def seconds_saved(choice: ArrayChoice) -> float:
-    """Return the seconds that an array saves; -inf without measurements, so that plain trials are measured first."""
-    if choice.plain is None:
+    if plain is None:
         return -math.inf
-    plain_seconds = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs)) * choice.plain
-    array_seconds = max(choice.epochs) * choice.array
-    return choice.minibatches * (plain_seconds - array_seconds) - choice.startup
+    looped = sum(epochs) / min(side_by_side, len(epochs)) * plain
+    together = max(epochs) * footprint.array_seconds(len(epochs), plain)
+    return minibatches * (looped - together) - footprint.startup
 
 
 class Shape:
@@ -81,7 +77,7 @@ class Shape:
         first: the first trial of the shape, with which others are compared.
         look: returns the footprint of the shape on a device.
         minibatches: minibatches per epoch if shapes may differ in them, else 1.
-        looped_minibatches: see `ArrayChoice.minibatches`; None if the trials must be an array.
+        looped_minibatches: ``minibatches`` of `seconds_saved`; None if the trials must be an array.
     """
 
     def __init__(
@@ -114,21 +110,20 @@ class Shape:
                 footprint.shared = self._shared
         return True
 
-    def choose_form(self, choice: ArrayChoice | None, fits: Callable[[], bool]) -> bool:
-        """Return whether trials are trained plain. Once an array is chosen, later trials of the shape use arrays."""
-        if self.is_array or choice is None:
-            return False
-        self.is_array = seconds_saved(choice) > 0
-        self.is_array = self.is_array and fits()
-        return not self.is_array
+    def stay_plain(
+        self, epochs: Sequence[int], device: DeviceInfo, side_by_side: int, fits: Callable[[], bool]
+    ) -> bool:
+        """Return whether trials with these remaining ``epochs`` are trained plain.
 
-    def choice(self, epochs: Sequence[int], device: DeviceInfo, side_by_side: int) -> ArrayChoice | None:
-        """Return the estimates for trials with these remaining ``epochs``; None if they must be an array."""
-        if self._looped_minibatches is None:
-            return None
-        footprint, plain = self.footprint(device), self.plain_seconds
-        array = math.inf if plain is None else footprint.array_seconds(len(epochs), plain)
-        return ArrayChoice(tuple(epochs), self._looped_minibatches, plain, array, footprint.startup, side_by_side)
+        Once an array is chosen, for which there must be room, later trials of the shape use arrays.
+        """
+        if self._looped_minibatches is not None and not self.is_array:
+            footprint = self.footprint(device)
+            saved = seconds_saved(epochs, self._looped_minibatches, self.plain_seconds, footprint, side_by_side)
+            # Whether it fits is asked of a shape that is an array.
+            self.is_array = saved > 0
+            self.is_array = self.is_array and fits()
+        return not self.is_array
 
     def footprint(self, device: DeviceInfo) -> Footprint:
         """Return the cached footprint on a device of this kind."""
@@ -204,3 +199,61 @@ class ShapeArray:
             self.widths = self.widths or Widths(len(new))
         self.slots |= {member.tag: TrialSlot(member.number, member.suggestion, began) for member in new}
         return new
+
+
+class Shapes:
+    """Assigns trials to shapes, which are groups that can share an array.
+
+    Args:
+        waves: the number of trials of the sweep, divided by the number that can train at once.
+        saved: trials are saved, with copies on the host.
+        may_be_plain: trials may be trained without an array.
+    """
+
+    def __init__(self, recipe: SweepRecipe, waves: float, *, saved: bool, may_be_plain: bool) -> None:
+        self._recipe, self._waves, self._saved = recipe, waves, saved
+        self._may_be_plain = may_be_plain and not recipe.compile
+        self._inputs: list[tuple[Mapping[str, Any], Any]] = []
+
+    def shape(self, candidate: TrialModel, arrays: Iterable[ShapeArray]) -> Shape:
+        """Return the shape of an existing array that the trial can share, or a new shape."""
+        for shape in {id(array.shape): array.shape for array in arrays}.values():
+            if shape.takes(candidate):
+                return shape
+        minibatches, differ = self.minibatches(candidate), self._recipe.loaders.function is not None
+        looped_minibatches = self._waves * minibatches if minibatches and self._may_loop(candidate) else None
+        look = partial(self._footprint, candidate)
+        return Shape(candidate, look, minibatches if differ and minibatches else 1, looped_minibatches)
+
+    def _may_loop(self, first: TrialModel) -> bool:
+        """Return whether trials like ``first`` may be trained in plain torch."""
+        choices = first.suggestion.choices
+        make = optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers])
+        return self._may_be_plain and torch_optimizer(make, first.model) is not None
+
+    def _first_inputs(self, choices: ArrayChoices) -> Any:
+        for cached_values, inputs in self._inputs:
+            if same_values(cached_values, choices.loader):
+                return inputs
+        # A copy, so that a forward that writes into its inputs does not change the loader's data.
+        inputs = copy.deepcopy(first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu")))
+        self._inputs.append((choices.loader, inputs))
+        return inputs
+
+    def minibatches(self, candidate: TrialModel) -> int | None:
+        """Return the minibatches per epoch; None if the sweep has one loader for all trials, without a length."""
+        loader = self._recipe.loaders.loader(candidate.suggestion.choices.loader)
+        if self._recipe.loaders.function is None and not hasattr(loader, "__len__"):
+            return None
+        return minibatches(loader)
+
+    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
+        choices, judges = first.suggestion.choices, self._recipe.evaluates
+        return Footprint(
+            first.model,
+            sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks,
+            self._first_inputs(choices),
+            device,
+            evaluated=minibatches(self._recipe.judged(choices)[1]) if judges else 0,
+            saved=self._saved,
+        )

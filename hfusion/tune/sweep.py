@@ -35,9 +35,8 @@ from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, concurrent_trials, import_optuna, listening, open_study
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_result import SweepResult
-from hfusion.tune.sweep_runner import Extent, SweepRunner
+from hfusion.tune.sweep_runner import Extent, SweepProgress, SweepRunner
 from hfusion.tune.sweep_workers import LocalWorkers, largest
 from hfusion.tune.training_setup import SweepRecipe
 from hfusion.tune.trials import Callback, Trials

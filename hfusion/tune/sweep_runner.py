@@ -8,25 +8,25 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, first_line
-from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.heartbeat import Heartbeat
 from hfusion.tune.objectives import BestTrials
 from hfusion.tune.population_based_training import PBT
-from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
-from hfusion.tune.shape_groups import Shapes
+from hfusion.tune.shape_array import Shape, ShapeArray, Shapes, TrialSlot
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
-from hfusion.tune.training_setup import SweepRecipe
+from hfusion.tune.training_setup import EpochResult, SweepRecipe
 from hfusion.tune.trial_placement import TrialPlacement
 from hfusion.tune.trials import COPIES, Decision, Trials
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 T = TypeVar("T")
 
@@ -469,3 +469,54 @@ class SweepLog:
         for name in [name for name in self._open if name not in names]:
             del self._open[name]
             self._log.array(name, "finished", {})
+
+
+# The progress of a sweep: a bar like in study.optimize, and a log line after every round.
+
+
+class SweepProgress:
+    """Shows how many of ``trials`` have finished, and the best value so far.
+
+    Args:
+        shown: whether to draw a bar; without one only the log is written.
+    """
+
+    def __init__(self, study: Study, trials: int, *, shown: bool) -> None:
+        self._study = study
+        self._bar: Any = None
+        if shown:
+            # tqdm is a dependency of Optuna.
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+            self._bar = tqdm(total=trials)
+
+    def round(self, number: int, finished: int, training: int, arrays: int, seconds: float) -> None:
+        """Log the end of a round, with counts of trials and arrays, and update the bar."""
+        best = self._best()
+        _log.info(
+            "round %d: %d trials finished, %d training in %d arrays, %.2f s. %s",
+            number,
+            finished,
+            training,
+            arrays,
+            seconds,
+            best,
+        )
+        if self._bar is not None:
+            self._bar.set_description(best)
+            self._bar.update(finished - self._bar.n)
+
+    def close(self) -> None:
+        """Close the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _best(self) -> str:
+        if len(self._study.directions) > 1:
+            count = len(self._study.best_trials)
+            return f"{count} trial{'s' * (count != 1)} on the Pareto front."
+        try:
+            best = self._study.best_trial
+        except ValueError:
+            return "No trial is complete."
+        return f"Best trial: {best.number}. Best value: {best.value:.6g}"

@@ -1,4 +1,4 @@
-"""The functions, loaders and options with which the trials of a sweep are trained and evaluated."""
+"""The functions, loaders and options with which the trials of a sweep are trained, and the result of an epoch."""
 
 from __future__ import annotations
 
@@ -48,3 +48,18 @@ class SweepRecipe:
     def loss_of(self, choices: ArrayChoices) -> Callable[..., Any]:
         """Return the loss with the options of an array."""
         return partial(self.loss, **choices.loss) if choices.loss else self.loss
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """The values and times of an epoch of an array.
+
+    Attributes:
+        values: the values of each member, by its tag: empty if no values were requested, NaN if training diverged.
+        seconds: of the epoch.
+        steps: the number of minibatches.
+    """
+
+    values: dict[str, tuple[float, ...]]
+    seconds: float
+    steps: int

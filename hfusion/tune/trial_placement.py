@@ -9,11 +9,11 @@ from fractions import Fraction
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceLost
 from hfusion.core.errors import PlanError
-from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.footprint import fits
 from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
 from hfusion.tune.space import TrialModel
 from hfusion.tune.sweep_workers import SweepWorkers
+from hfusion.tune.training_setup import EpochResult
 
 
 class TrialPlacement:
@@ -61,9 +61,10 @@ class TrialPlacement:
         """Return whether trials with these remaining epochs run in plain torch; never if they share tensors."""
         ids = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
         device = self._workers.devices[array.device]
-        shared = len(set(ids)) < len(ids)
-        choice = None if shared else array.shape.choice(epochs, device, self._workers.side_by_side)
-        return array.shape.choose_form(choice, lambda: self._fits(array.device, self._on(array.device)))
+        if len(set(ids)) < len(ids):
+            return False
+        fits = lambda: self._fits(array.device, self._on(array.device))  # noqa: E731
+        return array.shape.stay_plain(epochs, device, self._workers.side_by_side, fits)
 
     def promoted(self) -> list[tuple[str, ShapeArray]]:
         """Turn plain trials into arrays where measured times favour it. Return each array after its old name."""

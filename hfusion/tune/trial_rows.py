@@ -19,13 +19,12 @@ from hfusion.optim.lr_scheduler import Make
 from hfusion.population.group_step import flush, limit_norms
 from hfusion.population.population import Population
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
-from hfusion.tune.epoch_batches import batches_on, seeded
-from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.loaders import batches_on, seeded
 from hfusion.tune.objectives import MetricValues, check_plateaus
 from hfusion.tune.plain_trials import PlainTrial
 from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
 from hfusion.tune.sweep_folder import KEEP
-from hfusion.tune.training_setup import SweepRecipe
+from hfusion.tune.training_setup import EpochResult, SweepRecipe
 
 
 class TrialRows:

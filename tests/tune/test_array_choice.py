@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hfusion.tune.shape_array import ArrayChoice, seconds_saved
+from hfusion.tune.shape_array import seconds_saved
 from hfusion.tune.trial_rows import TrialRows
 from tests.tune import test_sweep
 
@@ -26,26 +27,24 @@ def promoted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(TrialRows, "adopt", counted)
     monkeypatch.setattr(
-        "hfusion.tune.shape_array.seconds_saved", lambda choice: math.inf if min(choice.epochs) <= 2 else -math.inf
+        "hfusion.tune.shape_array.seconds_saved", lambda epochs, *args: math.inf if min(epochs) <= 2 else -math.inf
     )
     return counts
 
 
-def choice(**changed: Any) -> ArrayChoice:
-    numbers: dict[str, Any] = {"epochs": (10, 10, 10, 10), "minibatches": 100, "plain": 1e-3, "array": 2e-3}
-    return ArrayChoice(**{**numbers, "startup": 0.5, "side_by_side": 1, **changed})
+def saved(epochs: tuple[int, ...] = (10, 10, 10, 10), side_by_side: int = 1, plain: float | None = 1e-3) -> float:
+    footprint: Any = SimpleNamespace(array_seconds=lambda rows, plain: 2e-3, startup=0.5)
+    return seconds_saved(epochs, 100, plain, footprint, side_by_side)
 
 
 def test_an_array_saves_what_its_steps_do_less_what_it_takes_to_begin() -> None:
-    assert seconds_saved(choice()) == pytest.approx(100 * 1e-3 * (40 - 20) - 0.5)
+    assert saved() == pytest.approx(100 * 1e-3 * (40 - 20) - 0.5)
     # Beside one another plain trials take less time; trials that end early save less.
-    assert seconds_saved(choice(side_by_side=2)) == pytest.approx(-0.5)
-    assert seconds_saved(choice(epochs=(10, 1, 1, 1))) == pytest.approx(100 * 1e-3 * (13 - 20) - 0.5)
-    assert seconds_saved(choice(epochs=(10,), side_by_side=8)) < 0
-
-
-def test_plain_trials_are_measured_first_where_nothing_is_known() -> None:
-    assert seconds_saved(choice(plain=None)) == -math.inf
+    assert saved(side_by_side=2) == pytest.approx(-0.5)
+    assert saved((10, 1, 1, 1)) == pytest.approx(100 * 1e-3 * (13 - 20) - 0.5)
+    assert saved((10,), side_by_side=8) < 0
+    # Plain trials are measured first.
+    assert saved(plain=None) == -math.inf
 
 
 @pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss")])

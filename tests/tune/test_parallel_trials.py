@@ -32,7 +32,7 @@ HERE = os.getpid()
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if why_no_fork(torch.device("cpu")):
         pytest.skip("no fork of this process could train")
-    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
+    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda *args: -math.inf)
     monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", 0.0)
     yield
     assert not multiprocessing.active_children()

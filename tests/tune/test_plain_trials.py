@@ -27,7 +27,7 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             pytest.skip("no fork of this process could train")
         monkeypatch.setattr("hfusion.tune.sweep.cores", lambda: 2)
         monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", 0.0)
-    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
+    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda *args: -math.inf)
     monkeypatch.setattr(TrialRows, "join", lambda *args: pytest.fail("an array was made"))
 
 
