@@ -123,8 +123,8 @@ def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: P
     heard: list[int] = []
     again = trained(tasks(lambda event: heard.append(event.epoch)), tmp_path, second, **saves)
     assert_same(again, expected)
-    # How far another process was at the break depends on the machine.
-    assert len(heard) < (len(whole) if order == "two one" else len(expected["mixed"].losses) * 2)
+    # How far the other arrays were at the break depends on the machine.
+    assert len(heard) < len(whole)
 
 
 def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> None:
