@@ -365,7 +365,7 @@ class SliceViews(Views):
 
     def __init__(self, part: FusedModule, whole: FusedModule, rows: range) -> None:
         super().__init__(part)
-        self._whole, self._chosen = whole, rows
+        self._whole, self._chosen, self.exposed = whole, rows, True
         for row in rows:
             whole[row]
         # Stacks that were cut to smaller sizes of these members are copies, so they are left out.
@@ -398,9 +398,6 @@ class SliceViews(Views):
     def members_by_row(self) -> dict[int, Member]:
         """The members by their rows in the slice."""
         return {index: self._whole._views.members[row] for index, row in enumerate(self._chosen)}
-
-    def __bool__(self) -> bool:
-        return True
 
     def get(self, fused: FusedModule, row: int) -> nn.Module:
         """Member ``row`` of the slice."""

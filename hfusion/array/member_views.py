@@ -51,6 +51,7 @@ class Views:
     """The members that were handed out, by row.
 
     Attributes:
+        exposed: whether members were ever handed out, so that calls compare them. Dynamo guards on it.
         split: why the members run their own code; None if they are computed together.
         slices: the slices of the array that are in use.
     """
@@ -58,6 +59,7 @@ class Views:
     def __init__(self, fused: FusedModule) -> None:
         self._fused = weakref.ref(fused)
         self.members: dict[int, Member] = {}
+        self.exposed = False
         self.split: MembersApart | None = None
         self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
         # Why members run their own code as their attributes change often; and those with attributes that programs,
@@ -69,9 +71,6 @@ class Views:
         self._modes = list[bool]()
         self._names, self._stacks = list[str](), list[Tensor]()
         self._stack_states: tuple[list[bool], list[int]] = [], []
-
-    def __bool__(self) -> bool:
-        return bool(self.members)
 
     @property
     def members_by_row(self) -> Mapping[int, Member]:
@@ -103,6 +102,7 @@ class Views:
             if frozen is not None and frozen[row]:
                 tensor.requires_grad_(False)
         member = self.members[row] = Member(fused._around(row, rows), row, shared, self.catch_up)
+        self.exposed = True
         self._align(fused, [row])
         member.accept()
         self._watch = None

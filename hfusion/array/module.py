@@ -126,7 +126,7 @@ class FusedModule(Rows, Tree):
         """
         if torch.compiler.is_dynamo_compiling():
             # A trace does not see what is done to members that were handed out.
-            if self._views:
+            if self._views.exposed:
                 return untraced(self, args, kwargs)
             return inline(self, self._find_program_name, self._pattern(), args, kwargs)
         if exporting():
@@ -150,7 +150,8 @@ class FusedModule(Rows, Tree):
         if id(compiled) not in self._bound:
             self._bound[id(compiled)] = bind(compiled, self)
         try:
-            self._check_once(compiled, arguments)
+            if id(compiled) not in self._checks:
+                self._check_once(compiled, arguments)
             if in_transform() and (why := unserved(compiled)):
                 return self._transformed(compiled, arguments, why)
             output = self._bound[id(compiled)](arguments.values)
@@ -160,7 +161,8 @@ class FusedModule(Rows, Tree):
             call_members(list(map(self._member, range(len(self)))), arguments, error)
             self._compiler.distrust(self._modes(arguments), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
-        self._leave(compiled)
+        if compiled.modes:
+            self._leave(compiled)
         if compiled.opaque:
             self._situations.ran([call.module_path for call in compiled.opaque])
         note_call(self)
@@ -193,7 +195,7 @@ class FusedModule(Rows, Tree):
 
     def _split(self, calling: bool = False) -> MembersApart | None:
         """Return why members run their own code; None if all are computed together."""
-        return self._views.heed(self, calling) if self._views else None
+        return self._views.heed(self, calling) if self._views.exposed else None
 
     def _leave(self, compiled: Compiled) -> None:
         """Adopt the train and eval modes that forward sets."""

@@ -285,3 +285,15 @@ def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
     fused[0].get_submodule("norm").eval()
     with pytest.raises(hf.FusionError, match="norm is in train mode in members"):
         torch.export.export(fused, (inputs(),))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_is_done_to_members_after_a_trace_holds() -> None:
+    array, x = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2)]), torch.randn(5, 4)
+    compiled = torch.compile(lambda x: array(x) * 2, backend="aot_eager")
+    compiled(x)
+    array[1].eval()
+    array[0].register_forward_hook(lambda module, args, output: output * 3)
+    actual = compiled(x)
+    for row, member in enumerate(array):
+        torch.testing.assert_close(actual[row], member(x) * 2)
