@@ -319,7 +319,6 @@ def test_a_part_that_asks_for_gradients_gives_what_it_gives_alone(off: Callable[
     for mode in (torch.enable_grad, off, torch.enable_grad):
         with mode():
             assert_close(array(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=1e-12)
-    assert "loop over members, 1: in forward output 0 differs while gradients are off" in str(array.report())
 
 
 def test_recomputed_dropout_has_the_mask_of_the_forward() -> None:

@@ -140,11 +140,7 @@ class FusedModule(Rows, Tree):
                 return run_ragged(self, arguments)
             compiled = self._program(arguments)
         except KeepsState as error:
-            if self._is_part:
-                raise
-            if common := sorted(error.names & self._array.comparison.common):
-                raise FusionError(f"{error}. Models share {common[0]}: give each its own, by copy.deepcopy") from None
-            return run_members(self, arguments, str(error))
+            return self._keeping_state(arguments, error)
         except NotCaptured as error:
             return run_members(self, arguments, str(error))
         if id(compiled) not in self._bound:
@@ -167,6 +163,14 @@ class FusedModule(Rows, Tree):
             self._situations.ran([call.module_path for call in compiled.opaque])
         note_call(self)
         return output
+
+    def _keeping_state(self, arguments: Arguments, error: KeepsState) -> Any:
+        """Run a call whose forward changes Python state as the members' own code, each once."""
+        if self._is_part:
+            raise FusionError(f"{error}. Call the members together, by their forward and without memory=") from error
+        if common := sorted(error.names & self._array.comparison.common):
+            raise FusionError(f"{error}. Models share {common[0]}: give each its own, by copy.deepcopy") from None
+        return run_members(self, arguments, str(error), writes=True)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the members in the same way as forward; ``fused.method(...)`` is equivalent.

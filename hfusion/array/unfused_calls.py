@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec
 
 from hfusion.array.ragged_rows import joined_blocks
 from hfusion.capture.fallback_runtime import OtherSizes
-from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.core.errors import FusionError
@@ -76,13 +76,14 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
     return stacks
 
 
-def run_members(fused: FusedModule, arguments: Arguments, why: str) -> Any:
+def run_members(fused: FusedModule, arguments: Arguments, why: str, *, writes: bool = False) -> Any:
     """Run the members' own code, with their hooks, one after the other, and join the results.
 
     Their parameters are rows of the array's tensors, or of those in their places, so that gradients reach the stacks.
 
     Args:
         why: for the report.
+        writes: whether forward may write into its parameters, which rows that were unbound together do not allow.
 
     Raises:
         FusionError: members give different structures, or write into an input that all see.
@@ -94,7 +95,7 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str) -> Any:
     specs: list[TreeSpec] = []
 
     def run() -> list[Any]:
-        results = list(_results(fused, members, arguments))
+        results = list(_results(fused, members, arguments, writes))
         if arguments.ragged:
             wide = [pytree.tree_map(lambda x: x[None] if isinstance(x, Tensor) else x, result) for result in results]
             leaves, spec = pytree.tree_flatten(joined_blocks([([row], result) for row, result in enumerate(wide)]))
@@ -106,10 +107,14 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str) -> Any:
     return pytree.tree_unflatten(watched(run, len(members))(), specs[0])
 
 
-def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments) -> Iterator[Any]:
+def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments, writes: bool) -> Iterator[Any]:
     stacks, watching = dict(tensors(fused)), running()
     own = {name: stack for name, stack in stacks.items() if name not in fused._array.comparison.shared}
-    listed = {id(stack): Listed(stack.unbind()) for stack in own.values()}
+    # The gradients of rows that are unbound are stacked at once; those of rows that are selected are summed as stacks.
+    listed = {
+        id(stack): Listed([stack[row] for row in range(len(members))] if writes else stack.unbind())
+        for stack in own.values()
+    }
     frozen = {id(stack): flags for stack in own.values() if (flags := frozen_rows(stack)) is not None}
     if watching is not None:
         for of_stack in listed.values():
@@ -133,9 +138,12 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
             if low is not None and high is not None:
                 seed_in_use((int(high[index]) << 32) | int(low[index]))
             yield torch.func.functional_call(member, replacements, args, kwargs)
-        for name, buffer in member.named_buffers():
-            if name in buffers and buffer is not buffers[name]:
-                buffers[name].copy_(buffer)
+        for name, buffer in buffers.items():
+            held, leaf, _ = holder_of(member, name)
+            if (assigned := held.get(leaf)) is not None and assigned is not buffer:
+                with torch.no_grad():
+                    buffer.copy_(assigned)
+                held[leaf] = buffer
         with torch.no_grad():
             for name in own.keys() & replacements.keys():
                 row, target = replacements[name], own[name].detach()[index]

@@ -12,7 +12,7 @@ from torch import nn
 import hfusion as hf
 from tests.alone import call, normal
 from tests.forwards.numbers import Options, Row, Scaling, Slotted, with_scale
-from tests.forwards.table import FAR, MEMBERS, Table, branch, linear
+from tests.forwards.table import FAR, MEMBERS, Table, branch, buffer, linear
 
 
 def sequences():
@@ -233,6 +233,13 @@ def weight_on_first_call(self, x):
             self.fc.bias.sub_(self.fc(x).mean((0, 1)))
         self.state = True
     return self.fc(x)
+
+
+@kept("counter beside a buffer that is assigned", 0, total=buffer())
+def counter_beside_a_buffer(self, x):
+    self.state += 1
+    self.total = self.total + x.detach().mean()
+    return self.fc(x) * self.state + self.total
 
 
 @row("state: registered tensor", refused="registers the tensor table")
