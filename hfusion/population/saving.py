@@ -314,25 +314,26 @@ def _restore(group: TrainingGroup, reader: SaveReader, rows: Sequence[str | None
             group._step.expected_calls |= set(body["known"])
 
 
-def _saved_columns(wide: SaveReader, kind: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
+def _saved_columns(wide: SaveReader, place: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the members' rows of the saved columns of a table, by name. Raises CheckpointError for unfit ones.
 
     Saves that lack a column have the rows of ``table`` there, or those of no member.
 
     named: the tensors of the group by key, whose shape columns of tensors have.
     """
-    prefix = f"{OWN}{kind}/"
-    saved_names = (
-        key.removeprefix(prefix) for saved, _ in wide.parts for key in saved.tensors if key.startswith(prefix)
-    )
+    prefix = f"{OWN}{place}/"
+    held = {
+        key.removeprefix(prefix): stack
+        for saved, _ in wide.parts
+        for key, stack in saved.tensors.items()
+        if key.startswith(prefix)
+    }
     columns: dict[str, Any] = {}
-    for name in dict.fromkeys(saved_names):
+    for name, like in held.items():
         if name not in table:
-            of, _, key = name.partition("/")
-            if of == "absent" or name in LIMITS:
-                table.begin(name, torch.empty(1, dtype=torch.float64 if name in LIMITS else torch.bool, device="cpu"))
-            else:
-                table.begin(name, member_rows(named[key].detach(), membership_of(named[key])))
+            kind, _, key = name.partition("/")
+            of_tensor = key and kind != "absent"
+            table.begin(name, member_rows(named[key].detach(), membership_of(named[key])) if of_tensor else like)
         present, parts, start = table[name], [], 0
         for saved, places in wide.parts:
             stack, stop = saved.tensors.get(prefix + name), start + len(places)
