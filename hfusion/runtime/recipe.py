@@ -23,7 +23,7 @@ class Batch:
         inputs: the flat inputs of the program.
         target: the target of the loss.
         key: batches with equal keys share a recipe.
-        call: the minibatch in the form of its source, for `WholeStep.prepare`.
+        call: the minibatch in the form of its source.
     """
 
     inputs: tuple[Any, ...]
@@ -77,29 +77,6 @@ class Recipe:
             frozenset(name for part in self.parts[index:] for name in part.takes)
             for index in range(1, len(self.parts) + 1)
         )
-
-
-class WholeStep(Protocol):
-    """Computes forward and backward of a whole array on the array's own tensors."""
-
-    @property
-    def known_calls(self) -> list[str]:
-        """The kinds of calls that are compiled, or will be at their next call."""
-
-    def expect(self, calls: Sequence[str]) -> None:
-        """Set the kinds of calls that were compiled in the run that this one resumes. Call it before the first step."""
-
-    def prepare(self, batch: Batch, device: torch.device) -> Any:
-        """Return the argument for one call of `run`; may compile."""
-
-    def mark_idle(self, rows: frozenset[int]) -> None:
-        """Mark members whose results are no longer needed: they may get losses of NaN and gradients of 0."""
-
-    def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:
-        """Compute a minibatch and return its losses ``[B]``. ``update`` is called once all ``param.grad`` are set."""
-
-    def release(self) -> None:
-        """Free the memory of its programs on the device, because the array leaves it."""
 
 
 class Source(Protocol):

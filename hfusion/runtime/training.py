@@ -74,8 +74,10 @@ class Training:
     """Executes the units of a task. One unit runs at a time; loads and evictions run concurrently.
 
     ``losses``, ``evaluations``: a tensor ``[B]`` per trained, or evaluated, minibatch so far. ``over``: the task has
-    ended early, so that no more units are computed.
+    ended early, so that no more units are computed. ``compiled``: whether minibatches are compiled steps.
     """
+
+    compiled = False
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -90,6 +91,8 @@ class TrainStep:
         self.expected_calls: set[str] = set()
         # A key per member that determines its random numbers; None: its row and the number of members do.
         self.keys: Tensor | None = None
+        # Losses are divided by it before backward, where gradients of so many steps are accumulated.
+        self.divisor = 1
         # Members that need not be computed: their losses may be NaN and their gradients 0.
         self.idle: frozenset[int] = frozenset()
         # Members that one call of a compiled program computes; None for all.
@@ -159,6 +162,10 @@ class TrainStep:
             computed = checked_step(variant, call, self._fused.buffers())
         if computed is None:
             return self._eager(prepared)[0]
+        if self.divisor > 1:
+            for param in self._fused.parameters():
+                if param.grad is not None:
+                    param.grad /= self.divisor
         with helped_by(variant.program.team):
             self.update(computed)
         return computed
@@ -215,7 +222,8 @@ class TrainStep:
         """Run the step by autograd, and return losses and outputs; see `EagerStep.run`."""
         self._optimizer.zero_grad()
         self._fused.zero_grad()
-        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
+        divided = partial(_backward_divided, divisor=self.divisor) if self.divisor > 1 else None
+        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds(), divided)
         self._trained.check_backward()
         self.update(losses)
         return losses, outputs
@@ -398,6 +406,12 @@ def train_step(
         )
     coupling.check(optimizer)
     return TrainStep(fused, loss, optimizer, CompileMode.of(compile, eager_steps, parts), memory)
+
+
+def _backward_divided(losses: Tensor, rows: range, *, divisor: int) -> None:
+    """Compute the gradients of the sum of losses, divided by ``divisor``."""
+    with without_autocast(active_autocast()):
+        (losses.sum() / divisor).backward()
 
 
 # Check that an optimizer still has the parameters of its array, which `fully_shard` replaces.

@@ -34,7 +34,9 @@ class BestWeights:
         rule = Patience(sys.maxsize) if task.patience is None else task.patience
         self._patience = rule.renewed()
         self._task, self._array = task, array
-        self._weights: list[Mapping[str, Tensor] | None] = [None] * len(array)
+        # The stacks with the best weights, and the rows that have some.
+        self._weights: dict[str, Tensor] = {}
+        self._kept: set[int] = set()
         self.epochs, self.evaluated = [NEVER] * len(array), 0
         for name, param in array.named_parameters():
             if param.requires_grad and not is_per_member(param) and len(array) > 1:
@@ -65,37 +67,32 @@ class BestWeights:
         """Copy the current weights of ``rows`` to the host. The array's tensors must be up to date."""
         if not self._task.restores_best or not rows:
             return
-        blocks = {name: stack[list(rows)].cpu() for name, stack in self._stacks().items()}
-        for index, row in enumerate(rows):
-            # Clone: a view would keep the memory of the whole block alive.
-            self._weights[row] = {name: block[index].clone() for name, block in blocks.items()}
+        for name, stack in self._stacks().items():
+            if name in self._weights:
+                self._weights[name][list(rows)] = stack[list(rows)].cpu()
+            else:
+                self._weights[name] = stack.to("cpu", copy=True)
+        self._kept.update(rows)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write each member's best weights into the array. A member without any keeps its weights."""
-        for name, stack in self._stacks().items():
-            for row, weights in enumerate(self._weights):
-                if weights is not None:
-                    stack[row].copy_(weights[name])
+        rows = sorted(self._kept)
+        for name, stack in self._stacks().items() if rows else ():
+            stack[rows] = self._weights[name][rows].to(stack.device)
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint, without the evaluation losses; None if no weights are kept."""
         if not self._task.restores_best:
             return None
-        stored = next((weights for weights in self._weights if weights is not None), {})
-        stacks = {
-            name: torch.stack([like if weights is None else weights[name] for weights in self._weights])
-            for name, like in stored.items()
-        }
-        return {"rule": self.rule, "rows": [weights is not None for weights in self._weights], "weights": stacks}
+        rows = [row in self._kept for row in range(len(self.epochs))]
+        return {"rule": self.rule, "rows": rows, "weights": self._weights}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Load the weights of a checkpoint. The earlier losses must be passed to `count`."""
-        if state is None:
-            return
-        for row, stored in enumerate(state["rows"]):
-            if stored:
-                self._weights[row] = {name: stack[row].clone() for name, stack in state["weights"].items()}
+        if state is not None:
+            self._weights = {name: stack.clone() for name, stack in state["weights"].items()}
+            self._kept = {row for row, kept in enumerate(state["rows"]) if kept}
 
     def _stacks(self) -> dict[str, Tensor]:
         """Return the stacks ``[B, *shape]`` that training changes, by key. Tied tensors appear once."""

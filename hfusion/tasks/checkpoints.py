@@ -18,7 +18,6 @@ from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
-from hfusion.runtime.whole_minibatch import WholeTraining
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayNote
@@ -74,8 +73,6 @@ def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
             raise CheckpointError(
                 f"{root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
             )
-        if any(files.saves(path / path.name) for path in folders):
-            raise CheckpointError(f"{root} was saved on a cluster by an earlier version: give a new folder")
         if saved and not resume:
             raise CheckpointError(
                 f"{root} holds saves of {sorted(saved)}: go on with resume=True, or give a new folder"
@@ -148,7 +145,7 @@ class Checkpoints:
                     f"{arrangement.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
                 )
             if arrangement.task.restores_best and saved["evaluations"] is not None:
-                self._check_best(reader, arrangement, saved.get("best"))
+                self._check_best(reader, arrangement, saved["best"])
             writes = [reader.module(arrangement.array), reader.optimizer(arrangement.optimizer)]
             if scheduler is not None:
                 writes.append(reader.scheduler(scheduler.scheduler))
@@ -243,7 +240,7 @@ def _progress(border: Border) -> dict[str, Any]:
         "seed": training.generators.seed,
         "random": training.generators.states,
         "calls": training.known_calls,
-        "compiled": isinstance(training, WholeTraining),
+        "compiled": training.compiled,
         "positions": [dict(vars(position)) for position in positions],
         "stopped": [*border.stopped.steps.items()],
         "best": None if border.stopped.best is None else border.stopped.best.state(),
@@ -257,12 +254,9 @@ def resume(saved: Mapping[str, Any], border: Border) -> None:
     if saved["evaluations"] is not None:
         training.evaluations.extend(saved["evaluations"].unbind())
     training.generators.states.update(saved["random"])
-    training.expect(saved.get("calls", []))
+    training.expect(saved["calls"])
     for stream, position in zip(border.streams, saved["positions"], strict=True):
-        # Older saves have None if nothing was read.
-        if position is not None:
-            stream.resume(Position(**position))
+        stream.resume(Position(**position))
     if border.stopped.best is not None:
-        border.stopped.best.load_state(saved.get("best"))
-    # Saves made before members could stop have no such entry.
-    border.resume(dict(saved.get("stopped", [])))
+        border.stopped.best.load_state(saved["best"])
+    border.resume(dict(saved["stopped"]))

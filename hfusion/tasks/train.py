@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,25 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hfusion.array.function_program_cache import FunctionPrograms
 from hfusion.array.per_model import PerModel
 from hfusion.capture.registered_tensors import device_of, tensors
-from hfusion.compiler.arguments import Arguments
-from hfusion.core.calls import is_stacked
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import first_line
 from hfusion.core.membership import membership
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector, plain
-from hfusion.runtime.recipe import Batch, Recipe
-from hfusion.runtime.sliced_training import SlicedTraining
+from hfusion.runtime.recipe import Recipe
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.task_state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
-from hfusion.runtime.whole_minibatch import WholeTraining
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
 from hfusion.schedule.minibatch_slices import Slices
@@ -41,17 +35,14 @@ from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy, named
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.schedule.worker_protocol import TaskFailed
-from hfusion.step.step_graph import StepCall
-from hfusion.step.step_signatures import CallReport
-from hfusion.step.train_step import PreparedStep, train_step
 from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.compile_choice import eager_reason, shards_obstacle
-from hfusion.tasks.minibatch import Minibatch, moved
 from hfusion.tasks.minibatch_border import Border, all_heard
+from hfusion.tasks.resident_training import ResidentTraining, eagerly
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import turns
 from hfusion.tasks.source import Stream
@@ -174,7 +165,6 @@ class _TrainRun:
         self.saves = saves
         self._on_result, self._asking = on_result, Lock()
         self.plan = plan
-        self._steps: dict[int, ArrayStep] = {}
         # For each array that runs eagerly, the reason.
         self.eager: dict[int, str] = {}
         self._devices = {device.name: device.physical for device in machine.devices}
@@ -241,8 +231,8 @@ class _TrainRun:
         streams = [stream] if evaluation is None else [stream, evaluation]
         eager = self._eager_reason(index, recipe, saved)
         training = self._training(index, state, names, streams, limits, seed if saved is None else saved["seed"], eager)
-        if index in self._steps:
-            stack.callback(self._steps[index].close)
+        if isinstance(training, ResidentTraining):
+            stack.callback(training.step.close)
         listen = None if self._listen is None else partial(self.note, index)
         callbacks = self._on_result, self._asking, listen
         border = Border(setup, plan, training, streams, scheduler, stopped, *callbacks)
@@ -268,9 +258,7 @@ class _TrainRun:
         """Return why an array runs eagerly. With ``compile=None`` a resumed run keeps its earlier decision."""
         arrangement, plan = self.arrangements[index], self.plan.tasks[index]
         if arrangement.task.compile is None and saved is not None:
-            # Saves from before ``compile=None`` existed have no such entry.
-            compiled = saved.get("compiled", False)
-            return shards_obstacle(plan) if compiled else "it was eager before its checkpoint, and goes on so"
+            return shards_obstacle(plan) if saved["compiled"] else "it was eager before its checkpoint, and goes on so"
         return eager_reason(arrangement, plan, draws=recipe.random)
 
     def _training(
@@ -288,14 +276,11 @@ class _TrainRun:
         arguments = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
         if eager:
             self.eager[index] = eager
-        if eager and (shards_obstacle(plan) or [device.type for device in self._devices.values()] != ["cpu"]):
-            # With several devices, a task may move after each minibatch and not only after a slice.
+        if shards_obstacle(plan) or (eager and [device.type for device in self._devices.values()] != ["cpu"]):
+            # With several devices, a task may move after each unit and not only after a slice.
             return Training(*arguments)
         slices = Slices.of(plan, alone=len(self.arrangements) == 1)
-        if eager:
-            return SlicedTraining(*arguments, slices=slices)
-        self._steps[index] = ArrayStep(arrangement, plan.name)
-        return WholeTraining(*arguments, step=self._steps[index], slices=slices)
+        return ResidentTraining(*arguments, arrangement=arrangement, slices=slices, eager=eager)
 
     def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
         """Return a spill file for a shard that exceeds the host memory budget, otherwise None."""
@@ -359,7 +344,7 @@ class _TrainRun:
 
     def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
         """Return the timeline of the run, with the slices split into minibatches."""
-        sliced = {training.plan.name: training for training in self.trainings if isinstance(training, SlicedTraining)}
+        sliced = {training.plan.name: training for training in self.trainings if isinstance(training, ResidentTraining)}
         whole, actions, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
         for span in whole.actions:
             (slices[span.task] if span.task in sliced else actions).append(span)
@@ -395,8 +380,8 @@ class _TrainRun:
         return TaskReport(losses, evaluated, dict(sorted(stopped.items())), rates, arrays, array_reports, epochs)
 
     def _array_report(self, index: int) -> ArrayReport:
-        arrangement, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)
-        calls = () if step is None else step.calls
+        arrangement, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
+        calls = training.step.report().rows if isinstance(training, ResidentTraining) and training.compiled else ()
         members, shards = arrangement.members, len(plan.shards)
         return ArrayReport(plan.name, members, plan.resident, shards, calls, self.eager.get(index, ""))
 
@@ -425,98 +410,3 @@ def clip_limits(arrangement: Arrangement) -> Tensor | None:
             f"task {arrangement.task.name!r}: clip_norm is {limits.tolist()}: every value must be at least 0"
         )
     return limits[list(arrangement.members)]
-
-
-# Train the minibatches of a task by compiled steps of `hfusion.train_step`.
-
-
-class ArrayStep:
-    """The compiled steps of one array. The caller does the optimizer updates."""
-
-    def __init__(self, arrangement: Arrangement, name: str) -> None:
-        self._name = name
-        task = arrangement.task
-        # Whether compiling pays was decided before, see `hfusion.tasks.compile_choice`.
-        compile = True if task.compile is None else task.compile
-        self._step = train_step(arrangement.array, task.loss, arrangement.optimizer, compile=compile, parts=task.parts)
-        self._is_compile_set = task.compile is not None
-        self._step.tell = self._tell
-        # The kinds of calls, for any number of samples, that were compiled in the run that this one resumes.
-        self._resumed_calls: set[str] = set()
-
-    def _tell(self, call: str, why: str) -> None:
-        if not self._is_compile_set:
-            # No warning is needed: the report gives the reason.
-            return
-        warnings.warn(eagerly(self._name, f"with ({call}), {why}"), stacklevel=2)
-
-    def prepare(self, batch: Batch, device: torch.device) -> PreparedStep:
-        """See `hfusion.runtime.recipe.WholeStep`."""
-        inputs, target = _on(batch.call, device)
-        if self._resumed_calls:
-            # The program of a kind serves minibatches with another number of samples, too.
-            text = StepCall(batch.call.arguments, Arguments.of((target,), {})).text
-            if any_samples(text) in self._resumed_calls:
-                self._step.expected_calls.add(text)
-        return self._step.prepare(inputs, target)
-
-    def run(self, prepared: PreparedStep, update: Callable[[], object]) -> Tensor:
-        """See `hfusion.runtime.recipe.WholeStep`."""
-        # Run it through the step, which may use threads of its own.
-        self._step.update = lambda losses: update()
-        return self._step.run(prepared)
-
-    @property
-    def known_calls(self) -> list[str]:
-        """See `hfusion.runtime.recipe.WholeStep`."""
-        return sorted({*map(any_samples, self._step.known_calls), *self._resumed_calls})
-
-    def expect(self, calls: Sequence[str]) -> None:
-        """See `hfusion.runtime.recipe.WholeStep`."""
-        self._resumed_calls = set(calls)
-
-    def mark_idle(self, rows: frozenset[int]) -> None:
-        """See `hfusion.runtime.recipe.WholeStep`."""
-        self._step.idle = rows
-
-    def release(self) -> None:
-        """See `hfusion.runtime.recipe.WholeStep`."""
-        self._step.release()
-
-    def close(self) -> None:
-        """End compilations in other processes."""
-        self._step.close()
-
-    @property
-    def calls(self) -> tuple[CallReport, ...]:
-        """A report for each kind of call."""
-        return self._step.report().rows
-
-
-def eagerly(name: str, why: str) -> str:
-    """Return the warning text for a task that was to be compiled, but runs eagerly."""
-    return f"task {name!r} runs eagerly, exact but slower: {why}. hf.Task(compile=False) does so without this warning"
-
-
-def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:
-    """Return the inputs and target of a minibatch on a device, as `hfusion.train_step` expects them."""
-    arguments = minibatch.arguments
-    leaves = [moved(leaf, device) for leaf in arguments.leaves]
-    target = minibatch.target
-    if not isinstance(target, Tensor):
-        target = pytree.tree_map(lambda leaf: moved(leaf, device), target, is_leaf=is_stacked)
-    else:
-        target = moved(target, device)
-    if isinstance(arguments.spec, int):
-        return tuple(leaves), target
-    args, kwargs = pytree.tree_unflatten(leaves, arguments.spec)
-    return kwargs or args, target
-
-
-def any_samples(call: str) -> str:
-    """Describe a kind of call for any number of samples; a single sample may have another program.
-
-    >>> any_samples("f32[32,64], stacked i64[3,32]"), any_samples("f32[1,64], f32[]")
-    ('f32[*,64], stacked i64[3,*]', 'f32[1,64], f32[]')
-    """
-    return re.sub(r"(stacked \w+\[\d+,|(?<!stacked )\b\w+\[)(?!1\b)\d+", r"\1*", call)

@@ -18,9 +18,9 @@ from hfusion.core.errors import FusionError
 from hfusion.ops.rnn_steps import MIN_MEMBERS
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
-from hfusion.runtime.whole_minibatch import Arrived, LossRing
 from hfusion.step.step_graph import StepCall, trace
 from hfusion.tasks.arrange import arrange
+from hfusion.tasks.resident_training import Arrived, LossRing
 from tests.simulated.device import install
 from tests.simulated.queues import QUEUES
 from tests.trained import EPOCHS, Way, adamw, batches, cross_entropy, fused, momentum, planned, task
