@@ -23,9 +23,9 @@ WIDTH = 100
 PAGES = {
     "arrays": "fuse build FusedModule stacked Ragged per_model each train_step save load",
     "optimizers": "optim.SGD optim.Adadelta optim.Adagrad optim.Adam optim.AdamW optim.Adamax optim.Lion optim.Muon "
-    "optim.NAdam optim.RAdam optim.RMSprop optim.FusedOptimizer optim.Hyper optim.GradScaler optim.clip_grad_norm_ "
-    "optim.clip_grad_value_ optim.fuse optim.groups optim.lr_scheduler.OneCycleLR optim.lr_scheduler.PerMember "
-    "optim.lr_scheduler.ReduceLROnPlateau",
+    "optim.NAdam optim.RAdam optim.RMSprop optim.FusedOptimizer optim.per_member optim.for_all optim.GradScaler "
+    "optim.clip_grad_norm_ optim.clip_grad_value_ optim.fuse optim.groups optim.lr_scheduler.OneCycleLR "
+    "optim.lr_scheduler.PerMember optim.lr_scheduler.ReduceLROnPlateau",
     "populations": "Population Patience MemberLogger MemberProgress sweep SweepResult PBT select Ensemble zip_loaders",
     "tasks": "Task Machine Device plan simulate train Step Evaluation Cluster rows gather_rows copy_rows "
     "schedule.plan.Plan schedule.timeline.Timeline tasks.training_report.Report tasks.training_report.TaskReport",

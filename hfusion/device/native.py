@@ -39,11 +39,14 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 """What C calls the dtypes of the kernels: a function for each has this after its name."""
 
 
-def library(source: Path) -> ctypes.CDLL | str:
-    """Compile and load ``source``, at most once in a process; or return the reason why that failed."""
+def library(source: Path, text: str | None = None) -> ctypes.CDLL | str:
+    """Compile and load ``source``, at most once in a process; or return the reason why that failed.
+
+    text: the contents of ``source``, which then need not exist as a file.
+    """
     if os.environ.get("HFUSION_NATIVE") == "0":
         return "HFUSION_NATIVE=0"
-    return _loaded(source)
+    return _loaded(source, text)
 
 
 def compile_in_background(source: Path, before: Callable[[], object]) -> None:
@@ -65,17 +68,17 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def _loaded(source: Path) -> ctypes.CDLL | str:
+def _loaded(source: Path, text: str | None) -> ctypes.CDLL | str:
     pending = _pending_libraries.pop(source, None)
-    return _library_or_reason(source) if pending is None else pending.result()
+    return _library_or_reason(source, text) if pending is None else pending.result()
 
 
-def _library_or_reason(source: Path) -> ctypes.CDLL | str:
+def _library_or_reason(source: Path, text: str | None = None) -> ctypes.CDLL | str:
     try:
         command = compiler()
         if command is None:
             return "no C compiler ($CC, cc, gcc, clang) was found"
-        return build(source, command, cache_folder())
+        return build(source, command, cache_folder(), text)
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -87,18 +90,23 @@ def compiler() -> list[str] | None:
     return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 
 
-def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL | str:
+def build(source: Path, compiler: Sequence[str], directory: Path, text: str | None = None) -> ctypes.CDLL | str:
     """Load the library of ``source`` from ``directory``, or compile it. Returns the reason if that fails.
 
-    Raises OSError if the compiler cannot be run.
+    text: the contents of ``source``, by default those of the file. Raises OSError if the compiler cannot be run.
     """
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
-    identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, processor())).encode()]
+    content = source.read_bytes() if text is None else text.encode()
+    identity = [b"sealed", content, _version(tuple(compiler)), repr((compiler, _FLAGS, _EXTRAS, processor())).encode()]
     path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    content = _cached_content(path)
-    if content is not None and (library := _load(content, path)) is not None:
+    cached = _cached_content(path)
+    if cached is not None and (library := _load(cached, path)) is not None:
         return library
-    return _compile(source, compiler, path)
+    return _compile(source.name, content, compiler, path)
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> bytes:
+    return subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
 
 
 def _cached_content(path: Path) -> bytes | None:
@@ -111,10 +119,11 @@ def _cached_content(path: Path) -> bytes | None:
         return None
 
 
-def _compile(source: Path, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
-    """Compile ``source``, store the library at ``path``, and load it. Returns the reason if that fails."""
+def _compile(name: str, content: bytes, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
+    """Compile a source file, store the library at ``path``, and load it. Returns the reason if that fails."""
     with temporary_folder() as folder:
-        output = folder / path.name
+        source, output = folder / name, folder / path.name
+        source.write_bytes(content)
         for extras in _EXTRAS:
             command = [*compiler, *_FLAGS, *extras, "-o", str(output), str(source), "-lm"]
             process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)

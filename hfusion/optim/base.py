@@ -1,19 +1,20 @@
 """The mechanism of the fused optimizers: stacks ``[B, *shape]`` of parameters, vectors ``[B]`` of numbers.
 
 Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower than a loop
-over the members. So the most used optimizers have a kernel beside their formula, in C on a CPU (``native``) and in
-Triton on a CUDA device (``gpu``), which makes one pass over the memory of a group. Without a kernel the formula runs;
-for dtypes of less than 32 bits, and complex ones, torch's own class runs on the members' rows (``eager_steppers``).
+over the members. So kernels are generated from the formula, in C on a CPU (``native_kernels``) and in Triton on a CUDA
+device (``gpu``), which make one pass over the memory of a group. Without a kernel the formula runs in torch; for dtypes
+of less than 32 bits, torch's own class runs on the members' rows (``torch_steppers``).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import repeat, starmap
 from operator import attrgetter, is_
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from hfusion.device.recordings import Recordings
 from hfusion.optim import coupling, master_weights, native_kernels
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.device_numbers import sent
-from hfusion.optim.formula import Formula
+from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import Group, Groups, RecordableStepper, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import copy_vectors, plain, read, unchanged
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
@@ -46,8 +47,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     """Base class: a torch.optim.Optimizer whose numeric hyper-parameters have one value per member.
 
     ``group["lr"]`` and the others are float64 vectors ``[B]``; you may assign one number or a sequence. ``state[p]``
-    holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass is a :class:`Formula`, and its
-    ``__init__`` gives the defaults of a param group.
+    holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass is a :class:`Formula`, whose arguments
+    are those of its constructor.
 
     ``master_weights=True``, an option of a param group: bfloat16 and float16 parameters have their state, and a copy
     ``master_param``, in float32. Steps update the copy and round it to the parameter. Other dtypes are not affected.
@@ -59,7 +60,14 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     # gives it ``grad_scale`` and ``found_inf`` for the time of a step.
     _step_supports_amp_scaling: ClassVar[bool] = True
 
-    def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
+    if TYPE_CHECKING:
+        # The first argument of every constructor, before those that formulas declare.
+        params: Any
+    master_weights: bool = for_all(default=False, kw_only=True)
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(type(self)).bind(params, *args, **kwargs)
+        bound.apply_defaults()
         if isinstance(params, Module):
             # A fused module can be iterated over, so torch's own error message would be about the members.
             raise TypeError(f"params must be parameters, got {type(params).__name__}. Give fused.parameters().")
@@ -73,11 +81,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self.explicit_keys: list[frozenset[str]] = []
         self._held: Tensor | None = None
         spare_dynamo()
-        # The constructors of hf.optim pass their locals().
-        values = {name: value for name, value in defaults.items() if name not in ("self", "params", "__class__")}
-        super().__init__(params, {master_weights.OPTION: False, **values})
+        super().__init__(params, {name: value for name, value in bound.arguments.items() if name != "params"})
         first = self.param_groups[0]["params"][0]
-        if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
+        if self.elementwise and first.is_cpu and type(first) in (Tensor, Parameter):
             native_kernels.start_compiling()
 
     @property
@@ -286,7 +292,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             and len(cached.members) == members
             and unchanged(group, self.hypers, cached.vectors, cached.columns)
             and self._options(group) == cached.options
-            and group[master_weights.OPTION] is cached.masters
         ):
             return cached
         check_width(self, group, members)
@@ -300,14 +305,15 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for row in different:
             self.check(row, options)
         buffers = {row: tuple(self.stacks(row, options)) for row in different}
-        buffer_names, masters = [buffers[row] for row in rows], master_weights.option_of(group)
-        settings = Settings(vectors, columns, options, rows, buffer_names, self.counts_steps, masters)
+        master_weights.check_option(options)
+        settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
         if not settings.alike:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
 
     def _options(self, group: ParamGroup) -> Options:
-        options: Options = named("Options", self.options)._make(group[name] for name in self.options)
+        names = (*self.options, master_weights.OPTION)
+        options: Options = named("Options", names)._make(group[name] for name in names)
         return options
 
     def _check_params(self, params: Sequence[Tensor]) -> None:
@@ -341,8 +347,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
         state = list(map(self.state.get, active)) if settings.stateful else []
-        same_masters = before is not None and settings.masters is before.masters
-        held = groups is not None and same_masters and groups.is_valid_for(active, state, settings.names)
+        held = groups is not None and groups.is_valid_for(active, state, settings)
         if not settings.alike and not (held and settings is before):
             self._check_shared(active, settings)
         if groups is None or not held:
@@ -354,7 +359,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
         """Return the released groups of these parameters, at their new addresses, or create groups."""
         released = self._released.pop(tuple(map(id, active)), None)
-        if released is not None and released.move(active, state, settings.names):
+        if released is not None and released.move(active, state, settings):
             return released
         if self._recording is None and active:
             self._recording = recording_on(active[0].device)

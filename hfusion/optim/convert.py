@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
-from hfusion.optim.adam import Adam, AdamW
 from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.formulas import Adam, AdamW
 from hfusion.optim.group import membership_of
 from hfusion.optim.param_groups import AskedParams
 from hfusion.optim.settings import ParamGroup
@@ -58,7 +58,7 @@ def fuse(
         _fuse_group(cls, index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])
         for index, names in enumerate(keys)
     ]
-    fused_optimizer: FusedOptimizer = cls(groups)  # type: ignore[call-arg]
+    fused_optimizer: FusedOptimizer = cls(groups)
     fused_optimizer.explicit_keys = [_explicit_keys(optimizers, index) for index in range(len(groups))]
     for index, group in enumerate(fused_optimizer.param_groups):
         originals = zip(*(optimizer.param_groups[index]["params"] for optimizer in optimizers), strict=True)

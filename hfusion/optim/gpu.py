@@ -1,25 +1,29 @@
-"""The kernels of ``triton_kernels.py``, on an accelerator.
+"""Steps by kernels in Triton on an accelerator: ``triton_kernels.py`` and what is generated from formulas.
 
 triton comes with torch for CUDA (https://triton-lang.org). Where it is missing, the optimizers run their formulas
-(``eager_steppers.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
+(``torch_steppers.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import linecache
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hfusion.core.memory import real_view
 from hfusion.device.backend import backend
+from hfusion.optim import kernel_source
 from hfusion.optim.device_numbers import DeviceNumbers, sent
 from hfusion.optim.formula import Formula
-from hfusion.optim.settings import Settings
+from hfusion.optim.settings import Options, Settings
+from hfusion.optim.torch_steppers import advance
 
 # Bytes that a thread loads or stores at once, if all addresses are multiples of this number.
 WIDTH = 16
@@ -39,49 +43,78 @@ def _loaded() -> Any:
     return importlib.import_module("hfusion.optim.triton_kernels")
 
 
-def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> TritonStepper | None:
-    """The steps of ``formula`` for these stacks, see `TritonStepper`; None without Triton, or for other dtypes."""
+@cache
+def generated(source: str) -> Mapping[str, Any]:
+    """Return the kernels ``prepare`` and ``update`` of a source that `kernel_source` has written."""
+    name = f"<kernels of a formula {hash(source):x}>"
+    # Triton reads the source of functions by `inspect`, which finds it there.
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    namespace = dict(vars(library()))
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+def plan(
+    formula: type[Formula],
+    options: Options,
+    names: Sequence[str],
+    stacks: Sequence[Sequence[Tensor]],
+    numbers: Mapping[str, list[Tensor]],
+) -> TritonStepper | None:
+    """Return the steps of ``formula`` for these stacks, see `TritonStepper`.
+
+    None without Triton, for other dtypes, and for formulas that are not elementwise operators of numbers.
+    """
     kernels = library()
-    if isinstance(kernels, str) or stacks[0][0].dtype not in kernels.DTYPES:
+    if isinstance(kernels, str) or real_view(stacks[0][0]).dtype not in kernels.DTYPES:
         return None
-    return TritonStepper(formula, stacks, counts)
+    program = kernel_source.program(formula, options, tuple(names))
+    return None if isinstance(program, str) else TritonStepper(formula, program, stacks, numbers)
 
 
 class TritonStepper:
     """Like `hfusion.optim.native_kernels.NativeStepper`, for stacks on an accelerator.
 
-    The ``counts`` stay on the CPU, where code that saves or copies members reads them. Kernels increment a copy on the
-    device, which is overwritten if other code has written to ``counts``.
+    The step counts stay on the CPU, where code that saves or copies members reads them. Kernels increment a copy on the
+    device, which is overwritten if other code has written to them. If a formula has further numbers in its state, its
+    scalars are computed on the CPU.
     """
 
     contiguous = True
     unrecordable = ""
 
-    def __init__(self, formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
-        assert formula.kernel is not None
-        first, kernels = stacks[0][0], library()
-        self._kernel = getattr(kernels, formula.kernel)
-        self._prepare = getattr(kernels, f"{formula.kernel}_scalars")
+    def __init__(
+        self,
+        formula: type[Formula],
+        program: kernel_source.KernelProgram,
+        stacks: Sequence[Sequence[Tensor]],
+        numbers: Mapping[str, list[Tensor]],
+    ) -> None:
+        kernels = library()
+        first = real_view(stacks[0][0])
+        functions = generated(kernel_source.triton_source(program))
+        self._kernel, self._prepare = functions["update"], functions.get("prepare")
+        self._formula, self._program, self._numbers = formula, program, numbers
         self._device, self._dtype = first.device, first.dtype
         self._members = len(first)
-        self._counts = list(counts)
-        self._buffers = len(stacks) - 1
-        sizes = [param.numel() // self._members for param in stacks[0]]
+        self._counts = numbers.get("step", [])
+        sizes = [real_view(param).numel() // self._members for param in stacks[0]]
         self._sizes = sent(torch.tensor(sizes, device="cpu"), self._device)
         lanes = WIDTH // self._dtype.itemsize
         self._launches = [
             (size, sent(program_spots(sizes, indices, self._members, kernels.BLOCK), self._device))
             for size, indices in by_width(sizes, lanes).items()
         ]
-        self._constants = {"BUFFERS": self._buffers, "dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
+        self._constants = {"dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
         self._device_addresses: dict[tuple[int, ...], _Addresses] = {}
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
         self._device_counts = self._counted.write_changed(torch.zeros(len(sizes), self._members, device="cpu"))
-        numbers = kernels.SCALARS[formula.kernel]
         arithmetic = torch.promote_types(self._dtype, torch.float32)
-        self._scalars = torch.empty((len(sizes), numbers, self._members), dtype=arithmetic, device=self._device)
+        shape = len(sizes), len(program.scalars), self._members
+        self._scalars = DeviceNumbers(self._device, arithmetic)
+        self._device_scalars = self._scalars.write(torch.zeros(shape, device="cpu"))
         self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
         self._rows = kernels.ROWS
         self.move(stacks)
@@ -106,31 +139,36 @@ class TritonStepper:
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts on the CPU, and copy numbers that have changed to the device."""
         self._grads = self._at(grads)
-        advance = settings.advance[: self._members]
+        if self._program.new_numbers:
+            scalars = advance(self._formula, settings, self._numbers, (len(grads), self._members))
+            read = [scalars[name] for name in self._program.scalars]
+            self._device_scalars = self._scalars.write(torch.stack(read, dim=1))
+            return
+        increments = settings.advance[: self._members]
         if settings is not self._settings:
             self._settings = settings
-            flags = torch.tensor([[float(bool(flag))] for flag in settings.options], dtype=torch.float64, device="cpu")
-            rows = (settings.table[:, : self._members], advance.double()[None], flags.expand(-1, self._members))
+            rows = (settings.table[:, : self._members], increments.double()[None])
             self._device_table = self._table.write_changed(torch.cat(rows))
         if self._counts:
             counts = torch.stack(self._counts)
             self._counted.write_changed(counts)
-            torch._foreach_add_(self._counts, [advance] * len(self._counts))
-            counts += advance
+            torch._foreach_add_(self._counts, [increments] * len(self._counts))
+            counts += increments
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step, which also counts on the device; return what must stay alive while it may be replayed."""
         grad_addresses = self._grads
         # Triton launches on the current device. As in C, every operation rounds.
         with backend(self._device).current():
-            self._prepare[self._scalars_grid](
-                self._device_table,
-                self._device_counts,
-                self._scalars,
-                self._members,
-                ROWS=self._rows,
-                enable_fp_fusion=False,
-            )
+            if self._prepare is not None:
+                self._prepare[self._scalars_grid](
+                    self._device_table,
+                    self._device_counts,
+                    self._device_scalars,
+                    self._members,
+                    ROWS=self._rows,
+                    enable_fp_fusion=False,
+                )
             for lanes, spots in self._launches:
                 self._kernel[(len(spots),)](
                     spots,
@@ -139,7 +177,7 @@ class TritonStepper:
                     self._members,
                     self._params.tensor,
                     grad_addresses.tensor,
-                    self._scalars,
+                    self._device_scalars,
                     **self._constants,
                     LANES=lanes if self._params.wide and grad_addresses.wide else 1,
                     enable_fp_fusion=False,

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from inspect import unwrap
-from itertools import chain, groupby
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from operator import is_
-from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hfusion.core.membership import Membership, membership
-from hfusion.core.memory import real_view
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
-from hfusion.optim.device_numbers import DeviceNumbers
 from hfusion.optim.formula import Formula
 from hfusion.optim.master_weights import STACK as MASTER
 from hfusion.optim.master_weights import MasterStepper, state_dtype
-from hfusion.optim.settings import Settings
+from hfusion.optim.settings import Options, Settings
+from hfusion.optim.torch_steppers import MemberLoop, StackedStepper
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -62,34 +58,36 @@ class RecordableStepper(Stepper, Protocol):
         """Launch the step; return the objects that must stay alive while the launches may be replayed."""
 
 
-Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Stepper | None]
+Kernels: TypeAlias = Callable[
+    [type[Formula], Options, Sequence[str], Sequence[Sequence[Tensor]], Mapping[str, list[Tensor]]], Stepper | None
+]
 
 # Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
 KERNELS: Mapping[str, Kernels] = {"cpu": native_kernels.plan}
-# Formulas compute in these dtypes; results of other dtypes are rounded once, after the update.
-_REALS = (torch.float32, torch.float64)
+# Formulas round these only once, after the update.
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Group:
     """Parameters of one device and dtype in a param group, all stacked or all shared.
 
-    ``state``: the entry of each parameter in the optimizer's state; an empty list if no state is kept. ``names``: the
-    state stacks that the formula uses. ``masters``: whether the state also holds master weights. A shared parameter
-    is handled as a stack of one row.
+    ``state``: the entry of each parameter in the optimizer's state; an empty list if no state is kept. ``masters``:
+    whether the state also holds master weights. A shared parameter is handled as a stack of one row.
     """
 
     def __init__(
-        self, formula: type[Formula], params: list[Tensor], state: list[State], names: Sequence[str], masters: bool
+        self, formula: type[Formula], params: list[Tensor], state: list[State], settings: Settings, masters: bool
     ) -> None:
+        names = settings.names
         self._stacked = membership_of(params[0]).stacked
         self._dtype, self._masters = params[0].dtype, masters
         self._stacks = self._read(params, state, names)
         numbers = {name: [self._stack(entry[name]) for entry in state] for name in formula.numbers if state}
         if masters:
-            inner = cast(RecordableStepper, _plan(formula, names, self._stacks[1:], numbers))
+            inner = cast(RecordableStepper, _plan(formula, settings.options, names, self._stacks[1:], numbers))
             self._plan: Stepper = MasterStepper(self._stacks[0], self._stacks[1], inner)
         else:
-            self._plan = _plan(formula, names, self._stacks, numbers)
+            self._plan = _plan(formula, settings.options, names, self._stacks, numbers)
 
     def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:
         names = [MASTER, *names] if self._masters else names
@@ -110,6 +108,8 @@ class Group:
         """Return ``grads``, of any strides and dtype, in the form that the stepper of this group reads."""
         if not self._stacked:
             grads = [grad.unsqueeze(0) for grad in grads]
+        if self._dtype.is_complex:
+            grads = [grad.resolve_conj() for grad in grads]
         if not self._plan.contiguous:
             return [grad if grad.dtype is self._dtype else grad.to(self._dtype) for grad in grads]
         dtype = self._dtype
@@ -142,20 +142,20 @@ class Group:
 
 def _plan(
     formula: type[Formula],
+    options: Options,
     names: Sequence[str],
     stacks: Sequence[Sequence[Tensor]],
     numbers: dict[str, list[Tensor]],
 ) -> Stepper:
     """Return the fastest stepper that computes the same as each member's own optimizer would."""
     first = stacks[0][0]
-    contiguous = all(tensor.is_contiguous() for stack in stacks for tensor in stack)
-    if formula.kernel is not None and contiguous and backend(first.device).fuses:
-        stepper = KERNELS.get(first.device.type, gpu.plan)(formula, stacks, numbers.get("step", ()))
+    if all(tensor.is_contiguous() for stack in stacks for tensor in stack) and backend(first.device).fuses:
+        stepper = KERNELS.get(first.device.type, gpu.plan)(formula, options, names, stacks, numbers)
         if stepper is not None:
             return stepper
-    if first.dtype not in _REALS and formula.torch_class is not None:
-        return EagerStepper(formula, names, stacks, numbers)
-    return StackedStepper(formula, names, stacks, numbers)
+    if first.dtype in _HALVES and formula.torch_class is not None:
+        return MemberLoop(formula, options, names, stacks, numbers)
+    return StackedStepper(formula, options, names, stacks, numbers)
 
 
 class Groups:
@@ -167,7 +167,8 @@ class Groups:
     def __init__(
         self, formula: type[Formula], params: Sequence[Tensor], state: list[State], settings: Settings
     ) -> None:
-        names = self._names = settings.names
+        names = settings.names
+        self._layout = names, settings.options
         dtypes = [state_dtype(param, settings.masters) for param in params]
         for param in params:
             check_memory(param, f"parameter {membership_of(param).name!r}")
@@ -185,7 +186,7 @@ class Groups:
                 formula,
                 [params[i] for i in indices],
                 [state[i] for i in indices] if state else [],
-                names,
+                settings,
                 dtypes[indices[0]] != params[indices[0]].dtype,
             )
             for indices in self._group_indices
@@ -213,9 +214,14 @@ class Groups:
         for group in self._groups:
             group.release()
 
-    def move(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
+    def move(self, params: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> bool:
         """Continue at new addresses after `release`. Return False if anything but addresses has changed."""
-        if names != self._names or not same_objects(params, self._params) or not same_objects(state, self._state):
+        names = settings.names
+        if (
+            (names, settings.options) != self._layout
+            or not same_objects(params, self._params)
+            or not same_objects(state, self._state)
+        ):
             return False
         self._look()
         numbers = self._found_numbers(self._formula)
@@ -225,9 +231,9 @@ class Groups:
             group.move([self._params[i] for i in indices], [self._state[i] for i in indices] if state else [], names)
         return True
 
-    def is_valid_for(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
+    def is_valid_for(self, params: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> bool:
         """Return whether these groups are still valid for ``params`` with ``state``."""
-        if names != self._names or not same_objects(state, self._state):
+        if (settings.names, settings.options) != self._layout or not same_objects(state, self._state):
             return False
         tensors = _tensors(params, self._state)
         return (
@@ -328,206 +334,3 @@ def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
 def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]]:
     """Return the properties of tensors, other than addresses, that kernels depend on."""
     return [(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors]
-
-
-# Steps without a kernel: of a formula on whole stacks, or of torch's own optimizer classes on rows of the stacks.
-
-
-class StackedStepper:
-    """The steps of ``formula`` for the tensors of a group.
-
-    ``stacks``: the parameters, then each of the ``names``; lists of tensors ``[B, *shape]``. ``numbers``: by name a
-    list of vectors ``[B]``, one for each parameter, on the CPU.
-    """
-
-    contiguous = False
-    unrecordable = ""
-
-    def __init__(
-        self,
-        formula: type[Formula],
-        names: Sequence[str],
-        stacks: Sequence[Sequence[Tensor]],
-        numbers: dict[str, list[Tensor]],
-    ) -> None:
-        self._formula, self._names, self._numbers = formula, names, numbers
-        first = stacks[0][0]
-        self._members, self._device = len(first), first.device
-        self._dtype = torch.promote_types(real_view(first).dtype, torch.float32)
-        self.release()
-        self.move(stacks)
-
-    def release(self) -> None:
-        """Drop the references to tensors, until `move` is called."""
-        self._parameter_tensors: list[tuple[Tensor, ...]] = []
-        self._device_scalars = DeviceNumbers(self._device, self._dtype)
-        self._columns: dict[str, list[Tensor | None]] = {}
-        self.key: Hashable = None
-
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
-        real = [[real_view(tensor) for tensor in stack] for stack in stacks]
-        self._parameter_tensors = list(zip(*real, strict=True))
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-        self.ready(grads, settings)
-        self.launch(grads)
-
-    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts, and copy the scalars of the step to the device."""
-        scalars, count = self._scalars(settings), len(self._parameter_tensors)
-        names = [name for name, value in scalars.items() if value is not None]
-        # Some options are lists, which cannot be hashed.
-        options = tuple(map(repr, settings.options))
-        if not names:
-            key: Hashable = (options, tuple(scalars))
-        else:
-            whole = torch.stack([value.expand(count, self._members) for value in scalars.values() if value is not None])
-            device_scalars = self._device_scalars.write(whole)
-            key = (options, tuple(scalars), tuple(names), device_scalars.data_ptr())
-        if key == self.key:
-            return
-        # Everything that the launches depend on, except the addresses of tensors.
-        self.key, self._options = key, settings.options
-        self._columns = {name: [None] * count for name in scalars}
-        for name, column in zip(names, device_scalars if names else (), strict=True):
-            self._columns[name] = list(column.unbind())
-
-    def launch(self, grads: Sequence[Tensor]) -> object:
-        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
-        for index, ((param, *state), grad) in enumerate(zip(self._parameter_tensors, grads, strict=True)):
-            if param.numel():
-                self._update(param, real_view(grad), state, {name: s[index] for name, s in self._columns.items()})
-        return self._columns
-
-    def _update(self, param: Tensor, grad: Tensor, state: list[Tensor], scalars: dict[str, Tensor | None]) -> None:
-        shape = [self._members, *[1] * (param.dim() - 1)]
-        views = SimpleNamespace(**{name: None if s is None else s.view(shape) for name, s in scalars.items()})
-        converted = [tensor.to(self._dtype) for tensor in (param, *state)]
-        stacks = dict(zip(self._names, converted[1:], strict=True))
-        self._formula.update(converted[0], grad.to(self._dtype), stacks, views, self._options)
-        for tensor, computed in zip((param, *state), converted, strict=True):
-            if tensor is not computed:
-                tensor.copy_(computed)
-
-    def _scalars(self, settings: Settings) -> Mapping[str, Tensor | None]:
-        """Return the scalars of the update, which broadcast to ``[params, B]``; update the numbers of the state."""
-        numbers = {name: torch.stack(vectors) for name, vectors in self._numbers.items()}
-        if "step" in numbers:
-            numbers["step"] += settings.advance[: self._members]
-        count = numbers["step"].double() if "step" in numbers else None
-        scalars = self._formula.scalars(
-            settings.vectors_of(self._members), settings.options, SimpleNamespace(**{**numbers, "step": count})
-        )
-        for name, vectors in self._numbers.items():
-            torch._foreach_copy_(vectors, list(numbers[name].unbind()))
-        return scalars
-
-
-class EagerStepper:
-    """Steps by torch's own class; the arguments are those of `StackedStepper`."""
-
-    contiguous = False
-
-    def __init__(
-        self,
-        formula: type[Formula],
-        names: Sequence[str],
-        stacks: Sequence[Sequence[Tensor]],
-        numbers: dict[str, list[Tensor]],
-    ) -> None:
-        assert formula.torch_class is not None
-        self._formula, self._names, self._numbers = formula, names, numbers
-        self._class: type[Optimizer] = formula.torch_class
-        first = stacks[0][0]
-        self._members = len(first)
-        dtype = str(first.dtype).removeprefix("torch.")
-        self.unrecordable = (
-            f"torch's own {self._class.__name__} steps the members of {dtype} parameters: there is no kernel for them, "
-            "or they or their state are not contiguous"
-        )
-        self.move(stacks)
-
-    def release(self) -> None:
-        """Drop the references to tensors, until `move` is called."""
-        self._parameter_tensors: list[tuple[Tensor, ...]] = []
-
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
-        self._parameter_tensors = list(zip(*stacks, strict=True))
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-        batches: dict[tuple[int, int], list[int]] = {}
-        for index in range(len(self._parameter_tensors)):
-            for run in self._runs(index, settings):
-                batches.setdefault(run, []).append(index)
-        for (start, stop), indices in batches.items():
-            for tensors in self._portions(indices, stop - start):
-                self._update(slice(start, stop), tensors, grads, settings)
-
-    def _runs(self, index: int, settings: Settings) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each run of members whose rows of tensor ``index`` can be stepped as one."""
-        columns = [vectors[index].tolist() for vectors in self._numbers.values()]
-        start = 0
-        for _, run in groupby(zip(settings.members[: self._members], *columns, strict=True)):
-            length = len(list(run))
-            step = length if self._formula.elementwise else 1
-            yield from ((first, first + step) for first in range(start, start + length, step))
-            start += length
-
-    def _portions(self, indices: Sequence[int], members: int) -> Iterator[list[int]]:
-        """Split ``indices`` into lists for one torch step each, of about one member's elements to limit temporaries."""
-        limit = sum(param.numel() for param, *_ in self._parameter_tensors) // self._members
-        portion: list[int] = []
-        total = 0
-        for index in indices:
-            size = self._parameter_tensors[index][0].numel() // self._members * members
-            if portion and total + size > limit:
-                yield portion
-                portion, total = [], 0
-            portion.append(index)
-            total += size
-        yield portion
-
-    def _update(self, rows: slice, indices: Sequence[int], grads: Sequence[Tensor], settings: Settings) -> None:
-        """Step the members ``rows`` of the tensors ``indices``; torch's class takes all of them in few launches."""
-        where = rows if self._formula.elementwise else rows.start
-        params = []
-        for index in indices:
-            param = self._parameter_tensors[index][0].detach()[where]
-            param.grad = grads[index][where]
-            params.append(param)
-        buffer_names = settings.buffers[rows.start]
-        # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
-        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, rows.start))
-        early = bool(optimizer.state)
-        optimizer.state.clear()
-        optimizer.param_groups[0]["params"] = params
-        stacks: list[dict[str, Tensor]] = []
-        for index, param in zip(indices, params, strict=True):
-            named = zip(self._names, self._parameter_tensors[index][1:], strict=True)
-            stacks.append({name: stack[where] for name, stack in named if name in buffer_names})
-            numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
-            if numbers and (early or numbers["step"] > 0):
-                optimizer.state[param] |= stacks[-1] | {name: number.clone() for name, number in numbers.items()}
-        # Step hooks must not run here, since this is only a part of a step.
-        unwrap(self._class.step)(optimizer)
-        for index, param, before in zip(indices, params, stacks, strict=True):
-            state = optimizer.state[param]
-            for name, stack in before.items():
-                if state[name] is not stack:
-                    stack.copy_(state[name])
-            for name, vectors in self._numbers.items():
-                if name == "step":
-                    vectors[index][rows] += settings.advance[rows.start]
-                else:
-                    vectors[index][rows] = state[name]
-
-
-def _options(formula: type[Formula], settings: Settings, member: int) -> dict[str, Any]:
-    options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
-    for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
-        options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
-    return options

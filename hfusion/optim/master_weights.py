@@ -17,7 +17,7 @@ from hfusion.core.errors import FusionError
 
 if TYPE_CHECKING:
     from hfusion.optim.group import RecordableStepper
-    from hfusion.optim.settings import ParamGroup, Settings
+    from hfusion.optim.settings import Options, ParamGroup, Settings
 
 OPTION: Final = "master_weights"
 STACK: Final = "master_param"
@@ -26,12 +26,10 @@ STACK: Final = "master_param"
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def option_of(group: ParamGroup) -> bool:
-    """Return the option of a param group. Raises ValueError unless it is a bool."""
-    value = group[OPTION]
-    if not isinstance(value, bool):
-        raise ValueError(f"{OPTION} is {value!r}: give True or False")
-    return value
+def check_option(options: Options) -> None:
+    """Raise ValueError unless the option of a param group is a bool."""
+    if not isinstance(options.master_weights, bool):
+        raise ValueError(f"{OPTION} is {options.master_weights!r}: give True or False")
 
 
 def state_dtype(param: Tensor, option: bool) -> torch.dtype:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.hyper import Hyper, HyperValue
+from hfusion.optim.formula import add, for_all, per_member
+from hfusion.optim.hyper import HyperValue
 
 
 class Muon(FusedOptimizer):
@@ -25,32 +26,18 @@ class Muon(FusedOptimizer):
     ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
-    hypers: ClassVar[tuple[Hyper, ...]] = (
-        Hyper("lr"),
-        Hyper("weight_decay"),
-        Hyper("momentum"),
-        Hyper("eps"),
-    )
-    options: ClassVar[tuple[str, ...]] = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Muon
-    counts_steps: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
+    lr: HyperValue = per_member(default=1e-3)
+    weight_decay: HyperValue = per_member(default=0.1)
+    momentum: HyperValue = per_member(default=0.95)
+    nesterov: bool = for_all(default=True)
+    ns_coefficients: tuple[float, float, float] = for_all(default=(3.4445, -4.7750, 2.0315))
+    eps: HyperValue = per_member(default=1e-7)
+    ns_steps: int = for_all(default=5)
+    adjust_lr_fn: str | None = for_all(default=None)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: HyperValue = 1e-3,
-        weight_decay: HyperValue = 0.1,
-        momentum: HyperValue = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: HyperValue = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        *,
-        master_weights: bool = False,
-    ) -> None:
-        super().__init__(params, locals())
+    torch_class = torch.optim.Muon
+    counts_steps = False
+    elementwise = False
 
     @staticmethod
     def check(h: Any, o: Any) -> None:
@@ -74,22 +61,18 @@ class Muon(FusedOptimizer):
         return ("momentum_buffer",)
 
     @staticmethod
-    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
-        return {
-            "lr": h.lr,
-            "shrink": 1 - h.lr * h.weight_decay,
-            "momentum": h.momentum,
-            "fresh": 1 - h.momentum,
-            "eps": h.eps,
-        }
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**h._asdict(), "shrink": 1 - h.lr * h.weight_decay, "fresh": 1 - h.momentum}
 
     @staticmethod
-    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> None:
-        mean = state["momentum_buffer"].lerp_(grad, s.fresh)
+    def update(
+        param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        mean = torch.lerp(state["momentum_buffer"], grad, s.fresh)
         step = torch.lerp(grad, mean, s.momentum) if o.nesterov else mean
         step = _orthogonalised(step, s.eps, o.ns_coefficients, o.ns_steps)
         rate = s.lr * _adjustment(param.shape[-2:], o.adjust_lr_fn)
-        param.mul_(s.shrink).addcmul_(step.to(param.dtype), rate, value=-1)
+        return add(param * s.shrink, step.to(param.dtype), -rate), {"momentum_buffer": mean}
 
 
 def _orthogonalised(matrices: Tensor, eps: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

@@ -1,33 +1,34 @@
-"""The kernels of ``kernels.c``.
+"""Steps by kernels in C: ``kernels.c`` and what is generated from formulas, compiled at first use.
 
-If they are not available, the optimizers run their formulas (``eager_steppers.py``) and are only slower.
+Without a compiler the optimizers run their formulas in torch (``torch_steppers.py``) and are only slower.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hfusion.core.memory import real_view
 from hfusion.device import native
 from hfusion.device.calibrate import compute_rates
-from hfusion.device.team import PieceError, Team, active_team
+from hfusion.device.team import active_team
+from hfusion.optim import kernel_source
 from hfusion.optim.formula import Formula
-from hfusion.optim.settings import Settings
+from hfusion.optim.settings import Options, Settings
 from hfusion.torch_private.dynamo_state import tensor_guards
-
-Kernel: TypeAlias = Callable[..., int]
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
-# Elements below which a further thread costs more than it saves, as in `kernels.c`.
+# Elements below which a further thread costs more than it saves, and the sizes of lists, as in `kernels.c`.
 _GRAIN = 16384
+_MAX_LISTS, _MAX_NUMBERS = 16, 8
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -42,107 +43,108 @@ def start_compiling() -> None:
     native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
-def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
-    """Return the kernel ``name`` for CPU tensors of ``dtype`` (float32 or float64), or None without a library."""
-    kernels = library()
-    if isinstance(kernels, str):
+def plan(
+    formula: type[Formula],
+    options: Options,
+    names: Sequence[str],
+    stacks: Sequence[Sequence[Tensor]],
+    numbers: Mapping[str, list[Tensor]],
+) -> NativeStepper | None:
+    """Return the steps of ``formula`` for these stacks, see `NativeStepper`.
+
+    None without a compiler, for half precision, and for formulas that are not elementwise operators of numbers.
+    """
+    first = real_view(stacks[0][0])
+    if first.dtype not in native.TYPES or len(names) + 2 > _MAX_LISTS or len(numbers) > _MAX_NUMBERS:
         return None
-    function: Kernel = kernels[f"{name}_{native.TYPES[dtype]}"]
-    # params ... counts are addresses, the other arguments numbers (kernels.c).
-    function.argtypes = [*[_INTEGER] * 3, *[_POINTER] * 6, *[_INTEGER] * 4]  # type: ignore[attr-defined]
-    return function
+    program = kernel_source.program(formula, options, tuple(names))
+    if isinstance(program, str) or isinstance(library(), str):
+        return None
+    kinds = {name: native.TYPES[values[0].dtype] for name, values in numbers.items()}
+    text = kernel_source.c_source(program, native.TYPES[first.dtype], kinds)
+    functions = native.library(SOURCE.with_name(f"{program.formula.lower()}.c"), text)
+    return None if isinstance(functions, str) else NativeStepper(program, functions, stacks, numbers)
 
 
-def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> NativeStepper | None:
-    """The steps of ``formula`` for these stacks, see `NativeStepper`; None without a library, or for other dtypes."""
-    assert formula.kernel is not None
-    dtype = stacks[0][0].dtype
-    function = kernel(formula.kernel, dtype) if dtype in native.TYPES else None
-    return NativeStepper(function, stacks, counts) if function else None
+class _NativeStep(ctypes.Structure):
+    """A step; the same struct as in `kernels.c`."""
+
+    _fields_ = (
+        *((name, _INTEGER) for name in ("tensors", "members", "lists", "numbers", "element", "record")),
+        *((name, _INTEGER) for name in ("stride", "flush", "shares")),
+        *((name, _POINTER) for name in ("sizes", "stacks", "grads", "counts", "widths", "columns", "advance")),
+        *((name, _POINTER) for name in ("row", "fill", "first", "ends", "records")),
+    )
 
 
 class NativeStepper:
-    """The arguments of ``kernel`` that stay from step to step.
+    """Steps of contiguous stacks ``[members, ...]`` of one dtype on the CPU.
 
-    ``stacks``: the parameters, then each state buffer; each a list of contiguous tensors ``[members, ...]``
-    of one dtype on the CPU. ``counts``: of the steps, for each parameter contiguous float32 ``[members]``, or nothing.
-    The caller keeps all of them alive.
+    Args:
+        program: what a step computes.
+        functions: the library that was compiled from it.
+        stacks: the parameters, then each state; each a list of tensors, which the caller keeps alive.
+        numbers: by name a list of vectors ``[members]``, one for each parameter, or nothing.
     """
 
     contiguous = True
     unrecordable = "the host has no launches"
 
-    def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
-        params = stacks[0]
-        self._kernel = kernel
-        self._address = ctypes.cast(kernel, _POINTER).value  # type: ignore[arg-type]
-        self._members = len(params[0])
-        self._sizes = array("q", [param.numel() // self._members for param in params])
-        self._total = sum(self._sizes) * self._members
-        self._addresses = _stack_addresses(stacks)
-        self._counts = _addresses(counts)
+    def __init__(
+        self,
+        program: kernel_source.KernelProgram,
+        functions: ctypes.CDLL,
+        stacks: Sequence[Sequence[Tensor]],
+        numbers: Mapping[str, list[Tensor]],
+    ) -> None:
+        params = list(map(real_view, stacks[0]))
+        members, tensors, element = len(params[0]), len(params), params[0].element_size()
+        record = element * len(program.scalars)
+        sizes = array("q", [param.numel() // members for param in params])
+        self._program, self._total = program, sum(sizes) * members
+        self._stacks = _addresses([tensor for stack in stacks for tensor in stack])
+        widths = array("q", [vectors[0].element_size() for vectors in numbers.values()])
+        counts = _addresses([vector for vectors in numbers.values() for vector in vectors])
+        tables = [array("q", bytes(8 * size)) for size in (tensors, tensors * members)]
+        tables.append(array("q", bytes(-(-tensors * members * record // 8) * 8)))
+        # The struct holds addresses only.
+        self._kept = functions, sizes, widths, counts, tables
         self._settings: Settings | None = None
-        self._advance = _function("advance")
+        self._step = _NativeStep(
+            *(tensors, members, len(stacks) + 1, len(numbers), element, record, 0, 0, 1),
+            *(_start(sizes), _start(self._stacks), None, _start(counts), _start(widths), None, None),
+            *(_address(functions.row), _address(functions.fill), *map(_start, tables)),
+        )
+        self._argument = ctypes.addressof(self._step)
+        self._run, self._prepare = _function("run"), _function("prepare")
 
     def release(self) -> None:
         """Do nothing: this object holds addresses, not tensors."""
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Continue with ``stacks``: the same tensors at other addresses."""
-        # In place: the arguments point to these arrays.
-        for addresses, new_addresses in zip(self._addresses, _stack_addresses(stacks), strict=True):
-            addresses[:] = new_addresses
+        # In place: the struct points to this array.
+        self._stacks[:] = _addresses([tensor for stack in stacks for tensor in stack])
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
+        step = self._step
         if settings is not self._settings:
-            self._settings, self._arguments = settings, self._prepared(settings)
-        before, after, counting = self._arguments
-        fresh = _addresses(grads)
-        if counting is not None:
-            self._advance(*counting)
+            self._settings = settings
+            step.stride, step.columns = len(settings.members), settings.table.data_ptr()
+            step.advance = settings.advance.data_ptr()
+            step.flush = self._program.flushes(min(getattr(value, "eps", 0.0) for value in settings.members))
+        # Named, so that it lives as long as the call.
+        addresses = _addresses(grads)
+        step.grads = _start(addresses)
         team = active_team()
         shares = 1 if team is None else min(team.threads, self._total // _GRAIN)
-        if team is not None and shares > 1:
-            self._shared(team, shares, (*before, fresh.buffer_info()[0], *after))
-        elif self._kernel(*before, fresh.buffer_info()[0], *after, torch.get_num_threads(), 0, 1):
-            raise MemoryError(f"no memory for the scalars of {self._members} members")
-
-    def _shared(self, team: Team, shares: int, arguments: Sequence[int | None]) -> None:
-        """Run the step on the threads of ``team``, which each update one of the ``shares`` of the elements."""
-        step = _SharedStep(self._address, *arguments, shares)
-        try:
-            team.run(_step_share(), ctypes.addressof(step), shares)
-        except PieceError as error:
-            raise MemoryError(str(error)) from None
-
-    def _prepared(self, settings: Settings) -> tuple[tuple[int, ...], tuple[int | None, ...], tuple[int, ...] | None]:
-        """Return the kernel's arguments before and after the gradients, and those of the function that counts steps."""
-        sizes, params, state = (_start(values) for values in (self._sizes, *self._addresses))
-        counts = _start(self._counts) if self._counts else None
-        before = (len(self._sizes), self._members, len(settings.members), sizes, params)
-        after = (state, settings.table.data_ptr(), counts, settings.bits)
-        if counts is None:
-            return before, after, None
-        return before, after, (len(self._counts), self._members, counts, settings.advance.data_ptr())
-
-
-class _SharedStep(ctypes.Structure):
-    """The arguments of a step that threads share; the same struct as in `kernels.c`."""
-
-    _fields_ = (
-        ("kernel", _POINTER),
-        *((name, _INTEGER) for name in ("tensors", "members", "stride")),
-        *((name, _POINTER) for name in ("sizes", "params", "grads", "state", "columns", "counts")),
-        *((name, _INTEGER) for name in ("flags", "shares")),
-    )
-
-
-@cache
-def _step_share() -> int:
-    kernels = library()
-    assert not isinstance(kernels, str), kernels
-    return ctypes.cast(kernels.step_share, _POINTER).value or 0
+        if team is None or shares <= 1:
+            self._run(self._argument, torch.get_num_threads())
+            return
+        step.shares = shares
+        self._prepare(self._argument)
+        team.run(_address(_function("run_share")), self._argument, shares)
 
 
 class FiniteCheck:
@@ -195,8 +197,10 @@ class MemoryPairs:
 
 _ARGUMENTS = {
     "same": [_INTEGER, *[_POINTER] * 3],
-    "advance": [_INTEGER] * 2 + [_POINTER] * 2,
     "finite": [_INTEGER, *[_POINTER] * 2],
+    "run": [_POINTER, _INTEGER],
+    "prepare": [_POINTER],
+    "run_share": [_POINTER, _INTEGER, _POINTER, _INTEGER],
 }
 
 
@@ -205,14 +209,12 @@ def _function(name: str) -> Callable[..., int]:
     kernels = library()
     assert not isinstance(kernels, str), kernels
     function: Any = kernels[name]
-    function.argtypes = _ARGUMENTS[name.partition("_")[0]]
+    function.argtypes = _ARGUMENTS.get(name) or _ARGUMENTS["finite"]
     return function  # type: ignore[no-any-return]
 
 
-def _stack_addresses(stacks: Sequence[Sequence[Tensor]]) -> tuple[array[int], array[int]]:
-    """Return the addresses of the parameters, and those of all tensors of their state."""
-    params, *state = stacks
-    return _addresses(params), _addresses([tensor for stack in state for tensor in stack])
+def _address(function: Any) -> int:
+    return ctypes.cast(function, _POINTER).value or 0
 
 
 def _addresses(tensors: Sequence[Tensor]) -> array[int]:

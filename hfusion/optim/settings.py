@@ -35,7 +35,6 @@ class Settings:
 
     ``vectors``: the param group's own, from which ``columns`` were read. ``buffers``: for each member, the names of the
     state stacks that its update uses. ``counted``: whether every member counts its steps, else those that use stacks.
-    ``masters``: whether parameters of half precision have master weights.
     """
 
     vectors: Sequence[MemberVector]
@@ -44,7 +43,11 @@ class Settings:
     members: Sequence[Values]
     buffers: Sequence[tuple[str, ...]]
     counted: bool
-    masters: bool
+
+    @property
+    def masters(self) -> bool:
+        """True if parameters of half precision have master weights."""
+        return bool(self.options.master_weights)
 
     @cached_property
     def names(self) -> list[str]:
@@ -76,8 +79,3 @@ class Settings:
     def vectors_of(self, members: int) -> Values:
         """The hyper-parameters by name, each a float64 vector of the first ``members``."""
         return self.members[0]._make(self.table[:, :members])
-
-    @cached_property
-    def bits(self) -> int:
-        """The options as flags in one number, the first option in the lowest bit."""
-        return sum(bool(flag) << bit for bit, flag in enumerate(self.options))

@@ -120,10 +120,10 @@ class Array:
             for member, params in enumerate(self.members):
                 params[index].grad = None if grad is None else grad[member].clone()
 
-    def assert_equal(self, rtol: float = 1e-9) -> None:
+    def assert_equal(self, rtol: float = 1e-9, atol: float | None = None) -> None:
         for index, param in enumerate(self.params):
             alone = torch.stack([params[index].detach() for params in self.members])
-            torch.testing.assert_close(param.detach(), alone, rtol=rtol, atol=rtol * 1e-3)
+            torch.testing.assert_close(param.detach(), alone, rtol=rtol, atol=rtol * 1e-3 if atol is None else atol)
 
 
 def start(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any, list[Any]]:
@@ -207,10 +207,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Adadelta",
         {"rho": Per(0.9, 0.9), "eps": Per(1e-6, 10.0), "weight_decay": DECAY, "maximize": True},
     ),
-}
-"""Of the optimizers that have a kernel."""
-
-FORMULAS: dict[str, tuple[str, dict[str, Any]]] = {
     "rmsprop": ("RMSprop", {"lr": LR, "alpha": Per(0.99, 0.9), "eps": Per(1e-8, 10.0)}),
     "rmsprop-all": (
         "RMSprop",
@@ -239,6 +235,9 @@ FORMULAS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion": ("Lion", {"lr": LR, "betas": BETAS}),
     "lion-decay": ("Lion", {"lr": LR, "weight_decay": DECAY, "maximize": True}),
 }
-"""Of the optimizers whose formula runs everywhere."""
+"""Every option of every elementwise optimizer."""
 
-EVERY = {**CASES, **FORMULAS}
+ONE_EACH = {case: CASES[case] for case in ("sgd-momentum", "adam-amsgrad", "adamw", "adadelta", "rmsprop-all")} | {
+    case: CASES[case] for case in ("adagrad-all", "nadam", "radam", "adamax", "lion")
+}
+"""A case of each of them."""

@@ -33,6 +33,7 @@ def forget() -> None:
     """Import the kernels again: what is imported is interpreted or compiled for good."""
     sys.modules.pop("hfusion.optim.triton_kernels", None)
     gpu._loaded.cache_clear()
+    gpu.generated.cache_clear()
     clip._tables.cache_clear()
 
 

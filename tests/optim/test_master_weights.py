@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import hfusion as hf
-from tests.optim.arrays import EVERY, Array, alone_class, for_array, for_member
+from hfusion.optim import base
+from tests.optim.arrays import CASES, Array, alone_class, for_array, for_member
+from tests.optim.interpreted import forget, interpret
+from tests.optim.tape import Closure
 
 SHAPES = ((7, 5), (2,), (0,), (131,))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -67,12 +70,27 @@ def check(fused: Any, alone: Masters) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 def test_steps_are_those_of_float32_copies(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     array = Array(3, SHAPES, dtype)
     fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
     train(fused, alone)
     check(fused, alone)
+
+
+@DTYPES
+@pytest.mark.parametrize(("name", "options"), [CASES["adam-all"], CASES["sgd-momentum"], CASES["rmsprop"]])
+def test_steps_are_recorded_on_an_accelerator(
+    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret(monkeypatch)
+    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(Closure()))
+    array = Array(3, SHAPES, dtype)
+    fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
+    train(fused, alone, 6)
+    check(fused, alone)
+    assert fused.launches == "recorded and replayed as one"
+    forget()
 
 
 def models(count: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:

@@ -47,7 +47,7 @@ def trained(name: str, options: dict[str, Any], shape: tuple[int, ...], dtype: t
         for param, part in zip(params, cut(grad), strict=True):
             param.grad = part.clone()
         fused.step()
-    stacks = [key for key in fused.state[params[0]] if key != "step"] if fused.state else []
+    stacks = [key for key in fused.state[params[0]] if key not in fused.numbers] if fused.state else []
     return [params, *[[fused.state[param][key] for param in params] for key in stacks]]
 
 

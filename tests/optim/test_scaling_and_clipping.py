@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import hfusion as hf
 from hfusion import FusionError, optim
 from hfusion.core.membership import Membership, mark
-from tests.optim.arrays import CASES, EVERY, Array, Per, for_array, for_member, start
+from tests.optim.arrays import CASES, Array, Per, for_array, for_member, start
 
 # Clipping an array equals clipping each member.
 INF = float("inf")
@@ -197,7 +197,7 @@ def test_a_trained_base_of_all_wants_one_scale() -> None:
 
 
 # torch.amp.GradScaler over an array: a member whose gradients overflow does not step, the others step as alone.
-BOTH = pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 # Step: the parameter and the member that get a value which is not finite.
 BAD_SCALED = {1: (0, 1, float("inf")), 2: (1, 2, float("nan")), 4: (0, 0, -float("inf"))}
 

@@ -16,10 +16,10 @@ from torch.nn import Parameter
 from hfusion import CheckpointError, FusionError, optim
 from hfusion.core.membership import Membership, mark
 from hfusion.optim.hyper import MemberVector, member_vector
-from tests.optim.arrays import EVERY, Array, run, start, start_alone
+from tests.optim.arrays import CASES, Array, run, start, start_alone
 
 # State dicts, copies and pickles of a running optimizer continue exactly.
-BOTH = pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 
 
 @BOTH

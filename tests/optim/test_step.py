@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from hfusion.core.membership import Membership, mark
 from hfusion.optim import native_kernels
 from tests.optim.arrays import (
     CASES,
-    EVERY,
-    FORMULAS,
+    ONE_EACH,
     SHAPES,
     Array,
     Per,
@@ -27,22 +25,8 @@ from tests.optim.arrays import (
     start,
 )
 
-
-def rows(native: Mapping[str, Any], formula: Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Cases by native kernels, and by formulas."""
-    params = [
-        pytest.param(form, *case, id=f"{form}-{name}")
-        for form, cases in (("native", native), ("formula", formula))
-        for name, case in cases.items()
-    ]
-    return pytest.mark.parametrize(("form", "name", "options"), params, indirect=["form"])
-
-
-BOTH = rows(CASES, EVERY)
-KERNELS = {case: CASES[case] for case in ("sgd-momentum", "adam", "adamw", "adadelta")}
-FORMULA_OF_EACH = {case: FORMULAS[case] for case in ("rmsprop-all", "adagrad-all", "nadam", "radam", "adamax", "lion")}
-ONE_EACH = rows(KERNELS, {**KERNELS, **FORMULA_OF_EACH})
-OF_TORCH = rows(KERNELS, {case: row for case, row in FORMULA_OF_EACH.items() if hasattr(torch.optim, row[0])})
+ALL = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+EACH = pytest.mark.parametrize(("name", "options"), ONE_EACH.values(), ids=ONE_EACH)
 
 
 @pytest.fixture(autouse=True, params=["native", "formula"])
@@ -53,7 +37,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip(reason)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("members", [1, 2, 5])
 def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
     array = Array(members)
@@ -62,7 +46,7 @@ def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
     array.assert_equal(rtol=1e-12)
 
 
-@BOTH
+@ALL
 def test_many_small_and_large_parameters(name: str, options: dict[str, Any]) -> None:
     array = Array(4, shapes=[(3,)] * 12 + [(60, 300), (7, 2), (5, 1000)])
     fused, alone = start(name, options, array)
@@ -72,7 +56,7 @@ def test_many_small_and_large_parameters(name: str, options: dict[str, Any]) -> 
     array.assert_equal()
 
 
-@BOTH
+@ALL
 def test_parameters_without_gradient_are_skipped(name: str, options: dict[str, Any]) -> None:
     array = Array(3)
     fused, alone = start(name, options, array)
@@ -83,14 +67,14 @@ def test_parameters_without_gradient_are_skipped(name: str, options: dict[str, A
         array.assert_equal()
 
 
-@BOTH
+@ALL
 def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: dict[str, Any]) -> None:
     first, *others = [beside_a_bad_member(name, options, value) for value in (1.0, float("nan"), float("inf"))]
     for outcome in others:
         assert all(torch.equal(actual, clean) for actual, clean in zip(outcome, first, strict=True))
 
 
-@BOTH
+@ALL
 def test_a_parameter_that_is_not_finite_does_not_reach_the_state_without_decay(
     name: str, options: dict[str, Any]
 ) -> None:
@@ -110,16 +94,31 @@ def test_a_parameter_that_is_not_finite_does_not_reach_the_state_without_decay(
             )
 
 
-@OF_TORCH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-def test_other_dtypes_take_the_general_kernel(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+@EACH
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [(torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.complex64, 1e-5), (torch.complex128, 1e-12)],
+    ids=str,
+)
+def test_half_precision_has_the_bits_of_torch_and_complex_numbers_are_pairs(
+    name: str, options: dict[str, Any], dtype: torch.dtype, rtol: float
+) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip("torch has none")
     array = Array(3, dtype=dtype)
     fused, alone = start(name, options, array)
-    run(array, fused, alone, 4)
-    array.assert_equal(rtol=0.0)
+    run(array, fused, alone, 2)
+    array.draw_grads()
+    for param in array.params if dtype.is_complex else ():
+        assert param.grad is not None
+        # The memory of a conjugate that is not resolved holds other numbers.
+        param.grad = param.grad.conj().resolve_conj().conj()
+    for optimizer in (fused, *alone):
+        optimizer.step()
+    array.assert_equal(rtol)
 
 
-@ONE_EACH
+@EACH
 def test_autograd_knows_that_parameters_have_changed(name: str, options: dict[str, Any]) -> None:
     array = Array(3, shapes=[(4, 6)])
     fused, _ = start(name, options, array)
@@ -218,7 +217,7 @@ def test_named_parameters_closure_and_hooks() -> None:
     torch.testing.assert_close(param.detach(), before * torch.tensor([[0.8], [0.6]], dtype=torch.float64))
 
 
-@ONE_EACH
+@EACH
 def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[str, Any]) -> None:
     array = Array(3)
     fused, shared, plain = run_shared(name, options, array)
@@ -243,7 +242,7 @@ def test_an_unused_shared_parameter_does_no_harm() -> None:
 
 
 @pytest.mark.gpu
-@BOTH
+@ALL
 def test_equals_alone_on_a_gpu(name: str, options: dict[str, Any]) -> None:
     array = Array(3, device="cuda")
     fused, alone = start(name, options, array)

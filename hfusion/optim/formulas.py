@@ -1,0 +1,434 @@
+"""The optimizers whose steps are elementwise, in the order of torch's operations.
+
+Half precision is rounded after each operator, as in torch's ``foreach`` implementations, which run on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.formula import add, addcdiv, addcmul, ascent, decayed, for_all, per_member
+from hfusion.optim.hyper import HyperValue
+
+New: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
+"""The parameter and its state after a step."""
+
+
+def _complements(h: Any) -> dict[str, Any]:
+    """Return the hyper-parameters, and what is left of 1, which float32 would round too coarsely."""
+    return {
+        **h._asdict(),
+        "fresh1": 1 - h.beta1,
+        "fresh2": 1 - h.beta2,
+        "shrink": 1 - h.lr * h.weight_decay,
+    }
+
+
+class SGD(FusedOptimizer):
+    """``torch.optim.SGD`` with a value of each hyper-parameter per member.
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``momentum``, ``dampening`` and
+    ``weight_decay``: one value, or one per member. ``nesterov`` and ``maximize`` are set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1e-3)
+    momentum: HyperValue = per_member(default=0.0)
+    dampening: HyperValue = per_member(default=0.0, low=-float("inf"))
+    weight_decay: HyperValue = per_member(default=0.0)
+    nesterov: bool = for_all(default=False)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class = torch.optim.SGD
+    counts_steps = False
+
+    @staticmethod
+    def check(h: Any, o: Any) -> None:
+        if o.nesterov and (h.momentum <= 0 or h.dampening != 0):
+            raise ValueError(
+                f"nesterov needs a momentum above 0 and no dampening, and a member has momentum={h.momentum}, "
+                f"dampening={h.dampening}"
+            )
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("momentum_buffer",) if h.momentum != 0 else ()
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**h._asdict(), "first": n.step == 1, "fresh": 1 - h.dampening}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        grad = decayed(ascent(grad, o.maximize), param, s.weight_decay)
+        if not state:
+            return add(param, grad, -s.lr), {}
+        old = state["momentum_buffer"]
+        mean = torch.where(s.first != 0, grad, add(s.momentum * old, grad, s.fresh))
+        step = add(grad, mean, s.momentum) if o.nesterov else mean
+        # Members without momentum keep what they have.
+        step, mean = torch.where(s.momentum != 0, step, grad), torch.where(s.momentum != 0, mean, old)
+        return add(param, step, -s.lr), {"momentum_buffer": mean}
+
+
+class Adam(FusedOptimizer):
+    """``torch.optim.Adam`` with a value of each hyper-parameter per member (Kingma and Ba, 2015).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
+    of ``betas``: one value, or one per member. ``amsgrad`` and ``maximize`` are set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1e-3)
+    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
+    eps: HyperValue = per_member(default=1e-8)
+    weight_decay: HyperValue = per_member(default=0.0)
+    amsgrad: bool = for_all(default=False)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * o.amsgrad)
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {
+            **_complements(h),
+            "correction": (1 - h.beta2**n.step).sqrt(),
+            "step_size": h.lr / (1 - h.beta1**n.step),
+        }
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        return _adam(param, decayed(ascent(grad, o.maximize), param, s.weight_decay), state, s, o)
+
+
+class AdamW(Adam):
+    """``torch.optim.AdamW`` with a value of each hyper-parameter per member (Loshchilov and Hutter, 2019).
+
+    Like :class:`Adam`, with decoupled weight decay.
+    """
+
+    weight_decay: HyperValue = per_member(default=1e-2)
+
+    torch_class = torch.optim.AdamW
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        return _adam(s.shrink * param, ascent(grad, o.maximize), state, s, o)
+
+
+def _adam(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+    new = _moments(grad, state, s)
+    square = new["exp_avg_sq"]
+    if o.amsgrad:
+        square = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], square)
+    return addcdiv(param, new["exp_avg"], square.sqrt() / s.correction + s.eps, -s.step_size), new
+
+
+def _moments(grad: Tensor, state: Mapping[str, Tensor], s: Any) -> dict[str, Tensor]:
+    """Return the running means of ``grad`` and of its square."""
+    return {
+        "exp_avg": torch.lerp(state["exp_avg"], grad, s.fresh1),
+        "exp_avg_sq": addcmul(s.beta2 * state["exp_avg_sq"], grad, grad, s.fresh2),
+    }
+
+
+def _decay(param: Tensor, grad: Tensor, s: Any, o: Any) -> tuple[Tensor, Tensor]:
+    """Return the parameter and the gradient of a step with decoupled weight decay, or with that of SGD."""
+    grad = ascent(grad, o.maximize)
+    if o.decoupled_weight_decay:
+        return s.shrink * param, grad
+    return param, decayed(grad, param, s.weight_decay)
+
+
+class NAdam(FusedOptimizer):
+    """``torch.optim.NAdam`` with a value of each hyper-parameter per member (Dozat, 2016).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay``,
+    ``momentum_decay`` and each of ``betas``: one value, or one per member. ``decoupled_weight_decay`` and
+    ``maximize`` are set per param group. Raises ValueError if parameters do not belong to a fused module, or if
+    values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=2e-3)
+    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
+    eps: HyperValue = per_member(default=1e-8)
+    weight_decay: HyperValue = per_member(default=0.0)
+    momentum_decay: HyperValue = per_member(default=4e-3, low=-float("inf"))
+    decoupled_weight_decay: bool = for_all(default=False)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    numbers: ClassVar[Mapping[str, float]] = {"step": 0.0, "mu_product": 1.0}
+    torch_class = torch.optim.NAdam
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        mu, mu_next = (h.beta1 * (1 - 0.5 * 0.96 ** (step * h.momentum_decay)) for step in (n.step, n.step + 1))
+        # torch rounds the product to float32, and so the factor, too.
+        mu_product = n.mu_product * mu.to(n.mu_product)
+        product = mu_product.double()
+        return {
+            **_complements(h),
+            "mu_product": mu_product,
+            "correction": (1 - h.beta2**n.step).sqrt(),
+            "of_grad": h.lr * (1 - mu) / (1 - product),
+            "of_mean": h.lr * mu_next / (1 - product * mu_next),
+        }
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        param, grad = _decay(param, grad, s, o)
+        new = _moments(grad, state, s)
+        scale = new["exp_avg_sq"].sqrt() / s.correction + s.eps
+        return addcdiv(addcdiv(param, grad, scale, -s.of_grad), new["exp_avg"], scale, -s.of_mean), new
+
+
+class RAdam(FusedOptimizer):
+    """``torch.optim.RAdam`` with a value of each hyper-parameter per member (Liu and others, 2020).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
+    of ``betas``: one value, or one per member. ``decoupled_weight_decay`` and ``maximize`` are set per param group.
+    Raises ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1e-3)
+    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
+    eps: HyperValue = per_member(default=1e-8)
+    weight_decay: HyperValue = per_member(default=0.0)
+    decoupled_weight_decay: bool = for_all(default=False)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class = torch.optim.RAdam
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        correction = 1 - h.beta2**n.step
+        longest = 2 / (1 - h.beta2) - 1
+        length = longest - 2 * n.step * h.beta2**n.step / correction
+        rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        step_size = h.lr / (1 - h.beta1**n.step)
+        return {
+            **_complements(h),
+            # Too few steps to know the variance: the mean alone.
+            "plain": length <= 5,
+            "plain_size": step_size,
+            "rectified_size": step_size * (correction * torch.where(length <= 5, 1.0, rectified)).sqrt(),
+        }
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        param, grad = _decay(param, grad, s, o)
+        new = _moments(grad, state, s)
+        rectified = 1 / ((new["exp_avg_sq"].sqrt() + s.eps) / -s.rectified_size)
+        return torch.addcmul(param, new["exp_avg"], torch.where(s.plain != 0, -s.plain_size, rectified)), new
+
+
+class Adamax(FusedOptimizer):
+    """``torch.optim.Adamax`` with a value of each hyper-parameter per member (Kingma and Ba, 2015).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
+    of ``betas``: one value, or one per member. ``maximize`` is set per param group. Raises ValueError if parameters
+    do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=2e-3)
+    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
+    eps: HyperValue = per_member(default=1e-8)
+    weight_decay: HyperValue = per_member(default=0.0)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class = torch.optim.Adamax
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg", "exp_inf")
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**_complements(h), "step_size": h.lr / (1 - h.beta1**n.step)}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        grad = decayed(ascent(grad, o.maximize), param, s.weight_decay)
+        mean = torch.lerp(state["exp_avg"], grad, s.fresh1)
+        largest = torch.maximum(s.beta2 * state["exp_inf"], grad.abs() + s.eps)
+        return addcdiv(param, mean, largest, -s.step_size), {"exp_avg": mean, "exp_inf": largest}
+
+
+class Adagrad(FusedOptimizer):
+    """``torch.optim.Adagrad`` with a value of each hyper-parameter per member (Duchi, Hazan and Singer, 2011).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``lr_decay``, ``weight_decay``,
+    ``initial_accumulator_value`` and ``eps``: one value, or one per member. ``maximize`` is set per param group.
+    Raises ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1e-2)
+    lr_decay: HyperValue = per_member(default=0.0)
+    weight_decay: HyperValue = per_member(default=0.0)
+    initial_accumulator_value: HyperValue = per_member(default=0.0)
+    eps: HyperValue = per_member(default=1e-10)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class = torch.optim.Adagrad
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("sum",)
+
+    @staticmethod
+    def begin(h: Any, o: Any) -> Mapping[str, float]:
+        return {"sum": h.initial_accumulator_value}
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**h._asdict(), "rate": h.lr / (1 + (n.step - 1) * h.lr_decay)}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        grad = decayed(ascent(grad, o.maximize), param, s.weight_decay)
+        total = torch.addcmul(state["sum"], grad, grad)
+        return torch.addcdiv(param, -s.rate * grad, total.sqrt() + s.eps), {"sum": total}
+
+
+class Adadelta(FusedOptimizer):
+    """``torch.optim.Adadelta`` with a value of each hyper-parameter per member (Zeiler, 2012).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``rho``, ``eps`` and
+    ``weight_decay``: one value, or one per member. ``maximize`` is set per param group. Raises ValueError if
+    parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1.0)
+    rho: HyperValue = per_member(default=0.9, high=1.0)
+    eps: HyperValue = per_member(default=1e-6)
+    weight_decay: HyperValue = per_member(default=0.0)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class = torch.optim.Adadelta
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("square_avg", "acc_delta")
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**h._asdict(), "fresh": 1 - h.rho}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        grad = decayed(ascent(grad, o.maximize), param, s.weight_decay)
+        moved = state["acc_delta"]
+        square = addcmul(s.rho * state["square_avg"], grad, grad, s.fresh)
+        delta = (moved + s.eps).sqrt() / (square + s.eps).sqrt() * grad
+        moved = addcmul(s.rho * moved, delta, delta, s.fresh)
+        return add(param, delta, -s.lr), {"square_avg": square, "acc_delta": moved}
+
+
+class RMSprop(FusedOptimizer):
+    """``torch.optim.RMSprop`` with a value of each hyper-parameter per member (Tieleman and Hinton, 2012).
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``alpha``, ``eps``, ``weight_decay``
+    and ``momentum``: one value, or one per member. ``centered`` and ``maximize`` are set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1e-2)
+    alpha: HyperValue = per_member(default=0.99)
+    eps: HyperValue = per_member(default=1e-8)
+    weight_decay: HyperValue = per_member(default=0.0)
+    momentum: HyperValue = per_member(default=0.0)
+    centered: bool = for_all(default=False)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    torch_class = torch.optim.RMSprop
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("square_avg", *["grad_avg"] * o.centered, *["momentum_buffer"] * (h.momentum > 0))
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**h._asdict(), "fresh": 1 - h.alpha}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        grad = decayed(ascent(grad, o.maximize), param, s.weight_decay)
+        square = addcmul(s.alpha * state["square_avg"], grad, grad, s.fresh)
+        new = {"square_avg": square}
+        if o.centered:
+            mean = new["grad_avg"] = torch.lerp(state["grad_avg"], grad, s.fresh)
+            square = torch.addcmul(square, mean, mean, value=-1)
+        scale = square.sqrt() + s.eps
+        plain = addcdiv(param, grad, scale, -s.lr)
+        if "momentum_buffer" not in state:
+            return plain, new
+        old = state["momentum_buffer"]
+        step = torch.addcdiv(s.momentum * old, grad, scale)
+        # Members without momentum keep what they have.
+        new["momentum_buffer"] = torch.where(s.momentum > 0, step, old)
+        return torch.where(s.momentum > 0, add(param, step, -s.lr), plain), new
+
+
+class Lion(FusedOptimizer):
+    """Lion with a value of each hyper-parameter per member (Chen and others, 2023).
+
+    Source: "Symbolic Discovery of Optimization Algorithms", algorithm 2.
+
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``weight_decay``, which is
+    decoupled, and each of ``betas``: one value, or one per member. ``maximize`` is set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
+
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
+    """
+
+    lr: HyperValue = per_member(default=1e-4)
+    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.99), high=1.0, below=True, names=("beta1", "beta2"))
+    weight_decay: HyperValue = per_member(default=0.0)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return _complements(h)
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
+        grad, mean = ascent(grad, o.maximize), state["exp_avg"]
+        direction = torch.lerp(mean, grad, s.fresh1).sign()
+        return add(s.shrink * param, direction, -s.lr), {"exp_avg": torch.lerp(mean, grad, s.fresh2)}

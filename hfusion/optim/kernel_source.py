@@ -1,0 +1,303 @@
+"""The kernels of a formula, written in C and in Triton from a trace of its `scalars` and `update`.
+
+Both languages have a macro or function of the same name for each operator (``operators.h``, ``triton_kernels.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from hfusion.optim.formula import Formula
+from hfusion.optim.settings import Options, named
+
+Operand: TypeAlias = str | float
+"""The name of a value, or a number that is the same for all members."""
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_COUNTS = {
+    **dict.fromkeys(_INFIX, (2,)),
+    **dict.fromkeys(("neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "sign", "to_double"), (1,)),
+    **dict.fromkeys(("div", "maximum", "minimum", "pow", "cast_like"), (2,)),
+    **dict.fromkeys(("where", "lerp"), (3,)),
+    **dict.fromkeys(("addcmul", "addcdiv"), (3, 4)),
+    "add": (2, 3),
+}
+"""The operators, and how many operands they may have."""
+_ALIASES = {"truediv": "div", "to": "cast_like", "double": "to_double"}
+# Their results have no more bits than their operands.
+_EXACT = ("neg", "abs", "sign", "maximum", "minimum", "where")
+_DIVIDING = ("div", "addcdiv", "rsqrt", "reciprocal")
+_OPERATORS = Path(__file__).with_name("operators.h")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator of a formula. ``stacked``: it computes elements of stacks, not a number of each member."""
+
+    name: str
+    operator: str
+    operands: tuple[Operand, ...]
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class KernelProgram:
+    """What a formula computes for param groups with certain options and state.
+
+    Attributes:
+        formula: the name of its class.
+        hypers: the names of the hyper-parameters, in the order of their columns.
+        numbers: the names of the numbers in the state.
+        states: the names of the stacks in the state.
+        before: the operations that compute scalars.
+        scalars: the scalars that the update reads, by name.
+        new_numbers: numbers other than ``step`` after the step, by name.
+        update: the operations of the update.
+        results: the new parameter and the new stacks.
+        rounds: whether half precision is rounded after each operation, or only when it is stored.
+    """
+
+    formula: str
+    hypers: tuple[str, ...]
+    numbers: tuple[str, ...]
+    states: tuple[str, ...]
+    before: Sequence[Operation]
+    scalars: Mapping[str, Operand]
+    new_numbers: Mapping[str, Operand]
+    update: Sequence[Operation]
+    results: Sequence[Operand]
+    rounds: bool
+
+    def flushes(self, eps: float) -> bool:
+        """Return whether 0 may be taken for denormal numbers, if the least ``eps`` of a member is this."""
+        stacked = {operation.operator for operation in self.update if operation.stacked}
+        compared = stacked & {"sign", "lt", "le", "gt", "ge", "eq", "ne"}
+        # Beside such an eps no float can tell a denormal square from 0.
+        return not compared and (eps >= 1e-12 or not stacked & set(_DIVIDING))
+
+
+def program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram | str:
+    """Return what ``formula`` computes for tensors with these ``states``, or why there are no kernels for it."""
+    try:
+        return _program(formula, options, states)  # type: ignore[arg-type]
+    # A formula is user code, and may do anything with the symbols of a trace.
+    except Exception as error:
+        return f"{formula.__name__} cannot be traced: {type(error).__name__}: {error}"
+
+
+@lru_cache(maxsize=256)
+def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram:
+    if not formula.elementwise:
+        raise ValueError("its elements depend on each other")
+    hypers, numbers = tuple(hyper.field for hyper in formula.hypers), tuple(formula.numbers)
+    trace = _FormulaTrace("b")
+    h = named("Values", hypers)._make(trace.symbol(f"h_{name}") for name in hypers)
+    n = SimpleNamespace(**{name: trace.symbol(f"n_{name}") for name in numbers})
+    scalars = {name: trace.operand(value) for name, value in formula.scalars(h, options, n).items()}
+    before = trace.operations()
+
+    trace = _FormulaTrace("v")
+    # A number that is the same for all members is no scalar.
+    s = {name: trace.symbol(f"s_{name}") if isinstance(value, str) else value for name, value in scalars.items()}
+    param, grad, *stacks = (trace.symbol(f"x_{name}", stacked=True) for name in ("param", "grad", *states))
+    state = dict(zip(states, stacks, strict=True))
+    new_param, new_state = formula.update(param, grad, state, SimpleNamespace(**s), options)
+    if new_state.keys() != state.keys():
+        raise ValueError(f"update returned the state {sorted(new_state)}, not {sorted(state)}")
+    update, results = trace.operations(), [trace.operand(value) for value in (new_param, *map(new_state.get, states))]
+    read = {*results, *(operand for operation in update for operand in operation.operands)}
+    return KernelProgram(
+        formula.__name__,
+        hypers,
+        numbers,
+        states,
+        before,
+        {name: operand for name, operand in scalars.items() if f"s_{name}" in read},
+        {name: scalars[name] for name in numbers if name != "step"},
+        update,
+        results,
+        formula.torch_class is not None,
+    )
+
+
+class _FormulaTrace:
+    """The operators that a function applies to symbols. ``prefix``: of the names of their results."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._tracer = fx.Tracer()
+        self._tracer.graph = fx.Graph()
+        self._stacked: set[str] = set()
+
+    def symbol(self, name: str, stacked: bool = False) -> Any:
+        """Return a new symbol."""
+        if stacked:
+            self._stacked.add(name)
+        return self._tracer.create_proxy("placeholder", name, (), {})
+
+    def operand(self, value: Any) -> Operand:
+        """Return what operations call a value. Raises TypeError if it is neither a symbol, a result nor a number."""
+        node = value.node if isinstance(value, fx.Proxy) else value
+        if isinstance(node, fx.Node):
+            return str(node.target) if node.op == "placeholder" else f"{self._prefix}_{node.name}"
+        if isinstance(node, (bool, int, float)):
+            return float(node)
+        raise TypeError(f"{value!r} is no number")
+
+    def operations(self) -> list[Operation]:
+        """Return the operations in their order. Raises ValueError for others than `_COUNTS` has."""
+        operations: list[Operation] = []
+        stacked = set(self._stacked)
+        for node in self._tracer.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+            operator = _ALIASES.get(name, name)
+            operands = tuple(map(self.operand, (*node.args, *node.kwargs.values())))
+            if operator == "pow" and operands[1:] == (2.0,):
+                operator, operands = "square", operands[:1]
+            is_stacked = not stacked.isdisjoint(operands)
+            allowed = _COUNTS.get(operator, ())
+            if len(operands) not in allowed or not node.kwargs.keys() <= {"alpha", "value", "weight"}:
+                raise ValueError(f"{name} with {len(operands)} operands is not an operator of kernels")
+            if is_stacked and operator in ("pow", "cast_like", "to_double"):
+                raise ValueError(f"kernels have no {name} of elements")
+            if operator in ("addcmul", "addcdiv") and len(operands) == 3:
+                operands = (*operands, 1.0)
+            operations.append(Operation(f"{self._prefix}_{node.name}", operator, operands, is_stacked))
+            if is_stacked:
+                stacked.add(operations[-1].name)
+        return operations
+
+
+def _texts(
+    operations: Iterable[Operation], text: Callable[[Operand], str], more: str = ""
+) -> Iterator[tuple[Operation, str]]:
+    """Yield each operation with its expression. ``more``: the last arguments of functions."""
+    for operation in operations:
+        operands = list(map(text, operation.operands))
+        if operation.operator in _INFIX and len(operands) == 2:
+            yield operation, f" {_INFIX[operation.operator]} ".join(operands)
+        else:
+            yield operation, f"{operation.operator}({', '.join(operands)}{more})"
+
+
+def c_source(program: KernelProgram, real: str, kinds: Mapping[str, str]) -> str:
+    """Return the functions ``fill`` and ``row`` of ``kernels.c`` for a program, in C.
+
+    Args:
+        program: what they compute.
+        real: the type of parameters, "float" or "double".
+        kinds: the types of the numbers in the state, by name; empty if there is no state.
+    """
+
+    def scalar(operand: Operand) -> str:
+        return operand if isinstance(operand, str) else repr(operand).replace("inf", "INFINITY").replace("nan", "NAN")
+
+    def element(operand: Operand) -> str:
+        return operand if isinstance(operand, str) else f"(({real}){scalar(operand)})"
+
+    def lines(operations: Iterable[Operation], text: Callable[[Operand], str]) -> list[str]:
+        assigned = []
+        for operation, value in _texts(operations, text):
+            if operation.operator == "div" and operation.stacked and operation.operands[1] not in elements:
+                # One division for all elements of a member.
+                dividend, divisor = map(text, operation.operands)
+                value = f"{dividend} * (1 / {divisor})"
+            assigned.append(f"const __auto_type {operation.name} = {value};")
+        return assigned
+
+    by_element = [operation for operation in program.update if operation.stacked]
+    by_member = [operation for operation in program.update if not operation.stacked]
+    stacks = ("param", "grad", *program.states)
+    elements = {*(f"x_{name}" for name in stacks), *(operation.name for operation in by_element)}
+    results = dict(zip(("param", *program.states), program.results, strict=True))
+    fill = [
+        *(f"{kind} *at_{name} = counts[{index}];" for index, (name, kind) in enumerate(kinds.items())),
+        "for (int64_t b = 0; b < members; b++) {",
+        *(f"const double h_{name} = columns[{index} * stride + b];" for index, name in enumerate(program.hypers)),
+        f"const double n_step = {'at_step[b] += advance[b]' if kinds else 0};",
+        *(f"const {kinds[name]} n_{name} = at_{name}[b];" for name in program.new_numbers),
+        *lines(program.before, scalar),
+        f"{real} *s = ({real} *)records + b * {len(program.scalars)};",
+        *(f"s[{index}] = {scalar(operand)};" for index, operand in enumerate(program.scalars.values())),
+        *(f"at_{name}[b] = {scalar(operand)};" for name, operand in program.new_numbers.items()),
+        "}",
+    ]
+    row = [
+        f"const {real} *s = scalars;",
+        *(f"const {real} s_{name} = s[{index}];" for index, name in enumerate(program.scalars)),
+        *lines(by_member, element),
+        *(f"{real} *restrict at_{name} = at[{index}];" for index, name in enumerate(stacks)),
+        "for (int64_t i = 0; i < n; i++) {",
+        *(f"const {real} x_{name} = at_{name}[i];" for name in stacks),
+        *lines(by_element, element),
+        *(f"at_{name}[i] = {element(operand)};" for name, operand in results.items()),
+        "}",
+    ]
+    return "\n".join(
+        [
+            _OPERATORS.read_text(),
+            "void fill(int64_t members, int64_t stride, const double *columns, const float *advance,",
+            "          void *const *counts, void *records) {",
+            *fill,
+            "}",
+            "void row(int64_t n, void *const *at, const void *scalars) {",
+            *row,
+            "}\n",
+        ]
+    )
+
+
+def triton_source(program: KernelProgram) -> str:
+    """Return the functions ``prepare`` and ``update`` of a program, in Triton; see ``triton_kernels.py``."""
+
+    def text(operand: Operand) -> str:
+        return f'float("{operand}")' if operand in (math.inf, -math.inf) or operand != operand else str(operand)
+
+    def assigned(operations: Iterable[Operation], dtype: str) -> list[str]:
+        lines = []
+        for operation, value in _texts(operations, text, f", {dtype}"):
+            rounds = program.rounds and operation.stacked and operation.operator not in _EXACT
+            lines.append(f"{operation.name} = {f'rounded({value}, {dtype})' if rounds else value}")
+        return lines
+
+    count, states = len(program.scalars), program.states
+    results = dict(zip(("param", *states), program.results, strict=True))
+    prepare = [
+        "@triton.jit\ndef prepare(table, counts, scalars, members, ROWS: tl.constexpr):",
+        *(f"h_{name} = of_members(table, members, {index}, ROWS)" for index, name in enumerate(program.hypers)),
+        f"n_step = counted(table, counts, members, {len(program.hypers)}, ROWS)",
+        *assigned(program.before, "tl.float64"),
+        *(
+            f"give(scalars, members, {count}, {index}, {text(operand)}, ROWS)"
+            for index, operand in enumerate(program.scalars.values())
+        ),
+    ]
+    constants = "dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr"
+    update = [
+        f"@triton.jit\ndef update(spots, sizes, tensors, members, stacks, grads, scalars, {constants}):",
+        "tensor, member, offsets, mask = spot(spots, sizes, BLOCK, LANES)",
+        f"base = scalars + tensor * {count} * members + member",
+        *(f"s_{name} = tl.load(base + {index} * members)" for index, name in enumerate(program.scalars)),
+        "at_param = address(stacks, tensor, offsets, dtype, LANES)",
+        "at_grad = address(grads, tensor, offsets, dtype, LANES)",
+        *(
+            f"at_{name} = address(stacks + {index} * tensors, tensor, offsets, dtype, LANES)"
+            for index, name in enumerate(states, 1)
+        ),
+        *(f"x_{name} = loaded(at_{name}, mask, dtype)" for name in ("param", "grad", *states)),
+        *assigned(program.update, "dtype"),
+        *(f"tl.store(at_{name}, {text(operand)}, mask)" for name, operand in results.items()),
+    ]
+    # Where other numbers than counts are in the state, the host computes the scalars.
+    functions = [update] if program.new_numbers else [prepare, update]
+    return "\n\n".join("\n    ".join(lines) for lines in functions) + "\n"

@@ -1,0 +1,173 @@
+"""An optimizer that a user writes gets its kernels from its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfusion.optim import FusedOptimizer, for_all, native_kernels, per_member
+from tests.optim.arrays import Array, Per, for_array, for_member
+from tests.optim.interpreted import forget, interpret
+
+
+class Adan(FusedOptimizer):
+    """Xie and others, 2022, "Adan: Adaptive Nesterov Momentum Algorithm", algorithm 1."""
+
+    lr: Any = per_member(default=1e-3)
+    beta1: Any = per_member(default=0.02, high=1.0)
+    beta2: Any = per_member(default=0.08, high=1.0)
+    beta3: Any = per_member(default=0.01, high=1.0)
+    eps: Any = per_member(default=1e-8)
+    weight_decay: Any = per_member(default=0.0)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("mean", "difference", "square", "before")
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {**h._asdict(), "first": n.step == 1, "ahead": 1 - h.beta2, "shrink": 1 / (1 + h.lr * h.weight_decay)}
+
+    @staticmethod
+    def update(
+        param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        grad = -grad if o.maximize else grad
+        change = torch.where(s.first != 0, 0 * grad, grad - state["before"])
+        mean = torch.lerp(state["mean"], grad, s.beta1)
+        difference = torch.lerp(state["difference"], change, s.beta2)
+        square = torch.lerp(state["square"], (grad + s.ahead * change) ** 2, s.beta3)
+        step = (mean + s.ahead * difference) / (square.sqrt() + s.eps)
+        new = {"mean": mean, "difference": difference, "square": square, "before": grad}
+        return (param - s.lr * step) * s.shrink, new
+
+
+def adan(
+    param: Tensor,
+    grads: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    eps: float,
+    weight_decay: float,
+) -> Tensor:
+    """The optimizer of one model in plain torch."""
+    mean, difference, square, before = (torch.zeros_like(param) for _ in range(4))
+    for step, grad in enumerate(grads):
+        change = grad - before if step else torch.zeros_like(grad)
+        mean = (1 - beta1) * mean + beta1 * grad
+        difference = (1 - beta2) * difference + beta2 * change
+        square = (1 - beta3) * square + beta3 * (grad + (1 - beta2) * change) ** 2
+        param = (param - lr * (mean + (1 - beta2) * difference) / (square.sqrt() + eps)) / (1 + lr * weight_decay)
+        before = grad
+    return param
+
+
+OPTIONS = {
+    "lr": Per(0.1, 0.5),
+    "beta1": Per(0.02, 2.0),
+    "beta2": 0.08,
+    "beta3": Per(0.01, 3.0),
+    "eps": 1e-8,
+    "weight_decay": Per(0.1, 0.5),
+}
+
+
+@pytest.fixture(params=["native", "triton", "torch"])
+def steppers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The class of what steps its parameters."""
+    monkeypatch.setenv("HFUSION_NATIVE", "0" if request.param == "torch" else "1")
+    if request.param == "triton":
+        interpret(monkeypatch)
+    elif request.param == "native" and isinstance(reason := native_kernels.library(), str):
+        pytest.skip(reason)
+    yield {"native": "NativeStepper", "triton": "TritonStepper", "torch": "StackedStepper"}[request.param]
+    if request.param == "triton":
+        forget()
+
+
+def test_an_optimizer_of_no_table_equals_its_plain_form(steppers: str) -> None:
+    array = Array(3)
+    start, grads = [param.detach().clone() for param in array.params], []
+    fused = Adan(array.params, **for_array(OPTIONS, 3))
+    for _ in range(4):
+        array.draw_grads()
+        grads.append([param.grad for param in array.params])
+        fused.step()
+    ((_, parts),) = fused._prepared.values()
+    assert parts is not None
+    assert [type(group._plan).__name__ for group in parts._groups] == [steppers]
+    for index, param in enumerate(array.params):
+        for member in range(3):
+            own = [step[index][member] for step in grads]
+            expected = adan(start[index][member], own, **for_member(OPTIONS, member))
+            torch.testing.assert_close(param.detach()[member], expected, rtol=1e-12, atol=1e-12)
+
+
+class Shifting(FusedOptimizer):
+    """Its stacks are the last gradients."""
+
+    lr: Any = per_member(default=0.1)
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("last", "before")
+
+    @staticmethod
+    def update(
+        param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return param - s.lr * (grad + state["before"]), {"last": grad, "before": state["last"]}
+
+
+class Limited(Shifting):
+    """Operators that kernels do not have."""
+
+    @staticmethod
+    def update(
+        param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return Shifting.update(param, grad.clamp(-1, 1).tanh(), state, s, o)
+
+
+@pytest.mark.parametrize(("kind", "native"), [(Shifting, True), (Limited, False)])
+def test_state_that_becomes_what_another_was(kind: type[Shifting], native: bool, compiler: list[str]) -> None:
+    array = Array(2, shapes=[(5,)])
+    fused, seen = kind(array.params, lr=[0.1, 0.2]), []
+    for _ in range(3):
+        array.draw_grads()
+        (param,) = array.params
+        assert param.grad is not None
+        seen.append(param.grad if native else param.grad.clamp(-1, 1).tanh())
+        fused.step()
+    state = fused.state[array.params[0]]
+    torch.testing.assert_close(state["last"], seen[2], rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(state["before"], seen[1], rtol=1e-12, atol=0.0)
+    ((_, parts),) = fused._prepared.values()
+    assert parts is not None
+    assert (type(parts._groups[0]._plan).__name__ == "NativeStepper") == native
+
+
+def test_nothing_is_traced_before_the_first_step(monkeypatch: pytest.MonkeyPatch, compiler: list[str]) -> None:
+    """The symbols of a trace are the only ones that it sees."""
+    calls = []
+
+    class Watched(Shifting):
+        @staticmethod
+        def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+            calls.append(n)
+            return {"lr": h.lr}
+
+    array = Array(2, shapes=[(5,)])
+    fused = Watched(array.params)
+    assert not calls
+    for _ in range(3):
+        array.draw_grads()
+        fused.step()
+    assert len(calls) == 1
