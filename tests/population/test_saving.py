@@ -178,7 +178,7 @@ def test_a_save_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as later:
         later.setattr(files, "VERSION", files.VERSION + 1)
         pop.save(tmp_path)
-    with pytest.raises(hf.CheckpointError, match=r"of version 3, and this hfusion reads version 2"):
+    with pytest.raises(hf.CheckpointError, match=r"of version 4, and this hfusion reads version 3"):
         hf.Population.load(tmp_path, Net, **OPTIONS)
 
 
