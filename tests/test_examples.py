@@ -14,7 +14,7 @@ from tests.step.test_train_step import needs_compiler
 ROOT = Path(__file__).parents[1]
 # Arguments, with a file or folder for OUT; and words that are printed.
 SMALL: dict[str, tuple[str, tuple[str, ...]]] = {
-    "adapters": ("--members 2 --steps 10 --eager --out OUT", ("heapq",)),
+    "adapters": ("--members 2 --steps 10 --eager --out OUT", ("textwrap",)),
     "all_cores": ("--members 4 --steps 10", ("2 threads of torch's",)),
     "compiled_tasks": ("--members 3 --epochs 1", ("eager: compile=False", "one program of")),
     "customers": ("--customers 20 --days 6 --eager", ()),
@@ -31,7 +31,7 @@ SMALL: dict[str, tuple[str, tuple[str, ...]]] = {
     "sparse_autoencoders": ("--width 8 --features 16 --ks 1 2 --steps 5", ()),
     "sweep": ("--trials 2 --epochs 1 --directory OUT", ("sweep 'sweep'  2 trials",)),
     "train_bigger_than_memory": (
-        "--width 32 --layers 2 --steps 2 --memory 1MiB --out OUT.png",
+        "--width 32 --layers 2 --steps 4 --memory 1MiB --out OUT.png",
         ("spilled", "equal, bit for bit", "of a budget of 1.0 MiB"),
     ),
 }

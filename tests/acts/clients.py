@@ -125,6 +125,10 @@ class Client:
     def rates(self) -> list[float]:
         raise NotImplementedError
 
+    def scales(self) -> list[float] | None:
+        """Return the loss scale of each row; None where nothing is scaled, or by several scalers."""
+        return None
+
     def close(self) -> None:
         """End processes."""
 
@@ -195,6 +199,9 @@ class Loop(Client):
             name: None if p.grad is None else p.grad[row] if p.dim() > self.template[name].dim() else p.grad
             for name, p in self.fused.named_parameters()
         }
+
+    def scales(self) -> list[float] | None:
+        return None if self.scaler is None else self.scaler.get_scale().tolist()
 
     def rates(self) -> list[float]:
         lr = self.opt.param_groups[0]["lr"]
@@ -428,6 +435,10 @@ class Alike(Client):
 
     def rates(self) -> list[float]:
         return self.number("lr")
+
+    def scales(self) -> list[float] | None:
+        scaler = self.pop.scaler if len(self.pop.groups) == 1 else None
+        return None if scaler is None else scaler.get_scale().tolist()
 
     def number(self, name: str) -> list[float]:
         return self.pop.hparams[name].tolist()

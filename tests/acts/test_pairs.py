@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.acts.clients import CLIENTS
+from tests.acts.clients import CLIENTS, Setup
 from tests.acts.sweeps import ACTS as SWEEP_ACTS
 from tests.acts.sweeps import Sweep, sweep_of
 from tests.acts.walk import Plan, possible, run, setup_of
@@ -62,7 +62,17 @@ def table() -> list[Plan]:
     return plans
 
 
-PLANS = table()
+# Members that come in every way, under all options together.
+JOINING = [
+    Plan(
+        client,
+        Setup(ZOO["mlp"], optimizer, True, True, True, True, (2,)),
+        ("overflow", "put", "copy", "stop", "start", "grow", "compact", "save", "start"),
+        1000 + seed,
+    )
+    for seed, (client, optimizer) in enumerate(itertools.product(("alike", "unlike"), ("sgd", "adagrad")))
+]
+PLANS = [*table(), *JOINING]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.client}-{plan.setup.entry}-{plan.seed}")

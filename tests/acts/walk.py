@@ -202,7 +202,9 @@ class Walk:
                     member.step_schedule(float(value))
 
     def check(self) -> None:
-        """Compare weights, buffers, rates and ages of all members."""
+        """Compare weights, buffers, rates, loss scales and ages of all members."""
+        # A loss that is no number is no overflow, and may leave the scale as it was.
+        scales = None if {"poison", "thaw"} & set(self.plan.acts) else self.client.scales()
         rates = self.client.rates()
         assert len(rates) == len(self.rows)
         for row in self.live:
@@ -212,6 +214,8 @@ class Walk:
             for name, value in expected.items():
                 close(state[name], [value], f"{name} of row {row}")
             close(torch.tensor(rates[row]), [torch.tensor(member.opt.param_groups[0]["lr"])], f"lr of row {row}")
+            if scales is not None and member.scaler is not None and not member.frozen:
+                assert scales[row] == member.scaler.get_scale(), f"loss scale of row {row}"
             if self.client.ages is not None:
                 assert self.client.ages[row] == member.age, f"age of row {row}"
 
