@@ -17,6 +17,9 @@ from hfusion.optim.device_numbers import DeviceNumbers
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Options, Settings
 
+# A large tensor is updated in so many pieces, of at least so many elements.
+_PIECES, _LEAST_PIECE = 16, 1 << 14
+
 
 def advance(
     formula: type[Formula], settings: Settings, numbers: Mapping[str, Sequence[Tensor]], shape: tuple[int, int]
@@ -105,11 +108,21 @@ class StackedStepper:
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step; return the objects that must stay alive while the launches may be replayed."""
         for tensors, grad, scalars in zip(self._parameter_tensors, grads, self._scalars, strict=True):
-            if tensors[0].numel():
-                self._update(tensors, real_view(grad), scalars)
+            for *piece, piece_grad in self._pieces((*tensors, real_view(grad))):
+                self._update(piece, piece_grad, scalars)
         return self._scalars
 
-    def _update(self, tensors: tuple[Tensor, ...], grad: Tensor, scalars: Mapping[str, Tensor]) -> None:
+    def _pieces(self, tensors: tuple[Tensor, ...]) -> Iterator[Sequence[Tensor]]:
+        """Yield pieces of the tensors one after the other, so that temporaries are small beside the whole."""
+        count = tensors[0].numel()
+        if not self._formula.elementwise or not all(map(Tensor.is_contiguous, tensors)):
+            yield from [tensors] if count else []
+            return
+        columns = max(1, max(_LEAST_PIECE, count // _PIECES) // self._members)
+        rows = [tensor.view(self._members, -1) for tensor in tensors] if count else []
+        yield from zip(*(tensor.split(columns, dim=1) for tensor in rows), strict=True)
+
+    def _update(self, tensors: Sequence[Tensor], grad: Tensor, scalars: Mapping[str, Tensor]) -> None:
         shape = [self._members, *[1] * (grad.dim() - 1)]
         s = SimpleNamespace(**{name: vector.view(shape) for name, vector in scalars.items()})
         param, *stacks = old = [tensor.to(self._dtype) for tensor in tensors]

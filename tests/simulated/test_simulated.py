@@ -42,13 +42,13 @@ def test_what_is_no_run() -> None:
 
 
 def test_populations_step_as_members_alone() -> None:
-    """With sample weights, and a number of calls per update for each member, which the host knows."""
-    own_pace, weights = "tests/population/test_own_pace.py", "tests/population/test_sample_weights.py"
-    chosen = [
-        f"{own_pace}::test_some_rows_and_own_numbers_of_calls_equal_members_alone[rates-False]",
-        f"{own_pace}::test_batches_and_updates_of_own_sizes[False]",
-        f"{weights}::test_weights_in_a_list",
-    ]
+    """Some rows with a scaler, a member left out, and samples of weight 0, which the host knows."""
+    names = (
+        "an_overflow_among_some_rows_lowers_the_scale_of_its_member",
+        "the_others_keep_every_bit",
+        "a_removed_sample_spoils_nothing",
+    )
+    chosen = [f"tests/population/test_own_pace.py::test_{name}" for name in names]
     assert "3 passed" in call("pytest", "-p", "tests.simulated.on_device", "-p", "no:cacheprovider", "-q", *chosen)
 
 
