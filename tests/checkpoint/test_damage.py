@@ -34,7 +34,7 @@ def test_every_damage_is_an_error_that_names_the_file(trial: Trial, name: str, s
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_run_is_resumed_and_ends_the_same() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.killed", "--kills", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert [line.split(" of ")[0] for line in done.stdout.splitlines()] == ["4 kills", "4 kills"]
 
