@@ -313,11 +313,13 @@ def _may_change(value: Any) -> bool:
 
 
 def _objects_held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the lists, dicts and other objects that Python attributes of ``model`` refer to, each with the name."""
-    visited: dict[int, Any] = {}
+    """Yield the lists, dicts and other objects that Python attributes of ``model`` refer to, each with the name.
+
+    Attributes that also lead to tensors or modules are left out: to keep them would keep the model.
+    """
     for part in model.modules():
         for name, value in python_attributes(part):
             if not isinstance(value, _IMMUTABLE):
-                before = len(visited)
-                walk([value], _mutable_parts, visited)
-                yield from ((name, held) for held in [*visited.values()][before:] if _may_change(held))
+                held = walk([value], _mutable_parts).values()
+                if not any(isinstance(item, Tensor | nn.Module) for item in held):
+                    yield from ((name, item) for item in held if _may_change(item))
