@@ -19,7 +19,6 @@ from hfusion.cluster.executor import Executor
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.node import ArrayJob
 from hfusion.cluster.placement import Load
-from hfusion.cluster.rates import DIFFERS
 from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.errors import PlanError
 from hfusion.device.calibrate import Rates
@@ -31,6 +30,9 @@ from hfusion.tasks.task import Task
 
 # The rates from which seconds are estimated.
 _COMPARED = ("flops", "memory", "calls", "load", "evict")
+
+# Devices whose memory or speeds differ by less than this fraction count as equal.
+DIFFERS = 0.1
 
 
 class DeviceKinds:
