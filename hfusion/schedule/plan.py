@@ -20,23 +20,11 @@ from hfusion.schedule.task_plan import TaskPlan
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Phase", "Plan", "Processes", "Shard", "TaskPlan", "Unit"]
+__all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
 
 _HEAD = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
 # The most devices that are listed when a plan is printed.
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The number of processes that train on this machine, 1 or one per device, and the reason."""
-
-    count: int
-    reason: str
-
-    def __str__(self) -> str:
-        head = "one process for all devices" if self.count == 1 else f"{self.count} processes, one for each device"
-        return f"{head}: {self.reason}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,7 +24,6 @@ from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
-from hfusion.schedule.plan import Processes
 from hfusion.step.compile_mode import Compile, check_compile
 from hfusion.tune.asynchronous_runner import AsynchronousSweepRunner
 from hfusion.tune.chosen_optimizer import MakeOptimizer
@@ -35,7 +34,7 @@ from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, concurrent_trials, import_optuna, listening, open_study
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_result import SweepResult
+from hfusion.tune.sweep_result import Processes, SweepResult
 from hfusion.tune.sweep_runner import Extent, SweepProgress, SweepRunner
 from hfusion.tune.sweep_workers import LocalWorkers, largest
 from hfusion.tune.training_setup import SweepRecipe

@@ -18,10 +18,20 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-    from hfusion.schedule.plan import Processes
-
 # The most trials and the width of a printed result.
 _BEST, _WIDTH = 10, 100
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The number of processes that train a sweep, 1 or one per device, and the reason."""
+
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        head = "one process for all devices" if self.count == 1 else f"{self.count} processes, one for each device"
+        return f"{head}: {self.reason}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

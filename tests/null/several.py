@@ -11,7 +11,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 
 import hfusion as hf
-from hfusion.schedule.plan import Processes
 from tests.null.arrays import losses_of
 
 # Minibatches before those that are timed.
@@ -56,9 +54,8 @@ def measured(devices: int, count: int, processes: int) -> str:
             for number in range(devices)
         ]
         machine = hf.Machine([hf.Device(f"cuda:{n}", memory="1GiB") for n in range(devices)], disk=folder / "spill")
-        plan = replace(hf.plan(tasks, machine), processes=Processes(processes, "asked for"))
         driver = time.process_time()
-        hf.train(tasks, machine, plan=plan)
+        hf.train(tasks, machine, processes=processes)
         driver = time.process_time() - driver
         rate, seconds = 0.0, dict[int, float]()
         for task in tasks:
