@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from torch import nn
@@ -37,11 +37,6 @@ def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
     # Functions of single modules are not kept alive: they may hold tensors.
     search = _search_of_classes if all(isinstance(source, type) for source in sources) else _search
     return search(("forward",), sources)
-
-
-def functions_called(function: Callable[..., object]) -> frozenset[types.FunctionType]:
-    """Return the functions behind ``function`` and all functions that these may call, without those of libraries."""
-    return _search((), frozenset(functions_behind(function)))
 
 
 def _sources(modules: Iterable[nn.Module]) -> _Sources:

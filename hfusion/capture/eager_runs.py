@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.method_interception import is_intercepted
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import same_value
 from hfusion.core.program import Capture, Kind
+from hfusion.core.tree import know_dataclasses
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots

@@ -110,9 +110,6 @@ class SaveReader:
                 raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
         return first
 
-    def has_tensor(self, key: str) -> bool:
-        return all(key in saved.tensors for saved, _ in self.parts)
-
     def module(self, model: nn.Module) -> Callable[[], None]:
         """Return a function that writes the members into an array, or one into a plain model. Checks come before."""
         single = not isinstance(model, FusedModule)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hfusion.cluster.driver import Drive
-from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import RunOptions, arranged
+from hfusion.cluster.messages import Executor
 from hfusion.cluster.process_executor import ProcessExecutor
 from hfusion.core.errors import PlanError
 from hfusion.core.event_log import EventLog

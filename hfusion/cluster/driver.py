@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
-from hfusion.cluster.messages import DeviceInfo, DeviceLost, Lost, Raised
+from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, Raised
 from hfusion.cluster.node import ArrayDone, Message, ResultMessage, StopQuery, loader_generators
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import HFusionError

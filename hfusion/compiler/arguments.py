@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.containers import know_dataclasses
 from hfusion.core.layout import Listed, member_values
 from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
 from hfusion.core.ragged import Ragged
+from hfusion.core.tree import know_dataclasses
 
 # Types of arguments besides tensors: values that cannot change while a program that depends on them is cached.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
-from hfusion.device.graphs import DeviceGraph, GraphPool, generators_kept
-from hfusion.device.streams import StreamUse, lend_stream
+from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
 from hfusion.torch_private.autocast import is_any_autocast_enabled
 from hfusion.torch_private.seeding import waiting_seeds_kept
 
@@ -388,3 +388,81 @@ def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
 def attention_drops(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's fused attention supports dropout there; elsewhere torch uses separate operators."""
     return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+# Graphs of work that a device repeats by one call (CUDA graphs), and the memory that several of them share.
+
+
+class GraphPool:
+    """The memory pool that the graphs of a recorder share.
+
+    torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph requests it.
+    So the pool is that of a live graph; if there is none, torch creates a new one.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[PooledGraph] = WeakSet()
+
+    def handle(self) -> Any:
+        """Return torch's handle of the pool, None for a new one."""
+        graph = next(iter(self._graphs), None)
+        return None if graph is None else graph.pool()
+
+    def add(self, graph: PooledGraph) -> None:
+        """Let later graphs share the pool of ``graph`` as long as it is alive."""
+        self._graphs.add(graph)
+
+
+class PooledGraph(Protocol):
+    """A graph that was recorded in a pool of memory."""
+
+    def pool(self) -> Any:
+        """Return torch's handle of that pool."""
+
+
+class DeviceGraph:
+    """A graph of ``device`` with memory from ``pool``. Raises RuntimeError if torch cannot record graphs there.
+
+    CUDA and ROCm use `torch.cuda.CUDAGraph`. Other devices use `torch.accelerator.Graph`, which exists since torch 2.13
+    and refuses CUDA and ROCm as of 2.14.
+    """
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        # With thread_local, other threads, such as those that load data, may keep using the device.
+        options = {"pool": pool, "capture_error_mode": "thread_local"}
+        if device.type == "cuda":
+            self.graph: Any = torch.cuda.CUDAGraph()
+            self._start_capture: Callable[[], None] = partial(self.graph.capture_begin, **options)
+        elif hasattr(torch.accelerator, "Graph"):
+            self.graph = torch.accelerator.Graph(**options)
+            self._start_capture = self.graph.capture_begin
+        else:
+            raise RuntimeError("there is no torch.accelerator.Graph")
+
+    def pool(self) -> Any:
+        return self.graph.pool()
+
+    def capture(self, work: Callable[[], T]) -> T:
+        self._start_capture()
+        try:
+            result = work()
+        except BaseException:
+            # Errors of ending the capture would hide the original one.
+            with suppress(Exception):
+                self.graph.capture_end()
+            raise
+        self.graph.capture_end()
+        return result
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Context manager: on errors, give the device's generator a new state; a failed capture spoils the old one."""
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    saved_states = [(generator, generator.clone_state()) for generator in generators[device.index : device.index + 1]]
+    try:
+        yield
+    except BaseException:
+        for generator, state in saved_states:
+            generator.graphsafe_set_state(state)
+        raise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import repeat, starmap
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -32,12 +32,14 @@ from hfusion.optim.device_numbers import sent
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import Group, Groups, RecordableStepper, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import copy_vectors, plain, read, unchanged
+from hfusion.optim.native_kernels import MemoryPairs
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
 from hfusion.optim.optimizer_state import check_entries, complete_state, member_state_dicts, paired, parts_of
 from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
-from hfusion.optim.step_cache import StepCache, Work
 from hfusion.torch_private.autograd_engine import is_profiling
+from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
+from hfusion.torch_private.dynamo_state import tensor_guards
 from hfusion.torch_private.optimizer_hooks import spare_dynamo
 
 _LAYOUT = attrgetter("layout")
@@ -583,3 +585,83 @@ def recording_on(device: torch.device) -> RecordedUpdates | str:
     if isinstance(record, str):
         return record and f"launched one by one: {record}"
     return RecordedUpdates(record)
+
+
+# Fast path of a step: check cheaply that nothing but the gradients has changed since the last step.
+
+_GRAD = attrgetter("grad")
+
+Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
+"""The groups of a step, each with the settings of its param group and its gradients."""
+
+
+class StepCache:
+    """The state of all param groups at a step in which every parameter had a gradient.
+
+    ``keys``: those of hyper-parameters and options in a param group. ``prepared_groups``: for each param group its
+    settings and groups.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        state: Mapping[Tensor, State],
+        keys: Sequence[str],
+        prepared_groups: Sequence[tuple[Settings, Groups]],
+    ) -> None:
+        # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
+        self._values = itemgetter(keys[0], *keys)
+        self._prepared_groups = list(prepared_groups)
+        self._objects = self._dependencies(groups, state)
+        params = [param for group in groups for param in group["params"]]
+        vectors = [vector for settings, _ in prepared_groups for vector in settings.vectors]
+        self._params = params
+        self._tensors = [*vectors, *(tensor for _, parts in prepared_groups for tensor in parts.tensors)]
+        with DisableTorchFunctionSubclass():
+            self._addresses = self._current_addresses()
+            self._unique_tensors = list({id(tensor): tensor for tensor in self._tensors}.values())
+            self._kinds = tensor_guards(self._unique_tensors)
+            self._gradients = tensor_guards(list(map(_GRAD, params)))
+            rows = [
+                pair for settings, _ in prepared_groups for pair in zip(settings.vectors, settings.table, strict=True)
+            ]
+            self._memory = MemoryPairs(rows)
+
+    def work(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> Work | None:
+        """Return the groups of this step with their gradients, or None if anything else has changed."""
+        if not same_objects(self._dependencies(groups, state), self._objects):
+            return None
+        grads = list(map(_GRAD, self._params))
+        # The check also fails if a gradient is None.
+        if not self._gradients.check(*grads):
+            return None
+        with DisableTorchFunctionSubclass():
+            if (
+                self._current_addresses() != self._addresses
+                or not self._kinds.check(*self._unique_tensors)
+                or not self._memory.all_equal()
+            ):
+                return None
+        if len(self._prepared_groups) == 1:
+            settings, parts = self._prepared_groups[0]
+            return [(settings, group, part) for group, part in parts.with_gradients(grads)]
+        fresh = iter(grads)
+        return [
+            (settings, group, part)
+            for settings, parts in self._prepared_groups
+            for group, part in parts.with_gradients([next(fresh) for _ in range(parts.count)])
+        ]
+
+    def _dependencies(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> list[object]:
+        """Return every object that a step depends on. A pair of hyper-parameters is one: it can only be replaced."""
+        objects: list[object] = [*state, *state.values(), *groups]
+        for entry in state.values():
+            objects += entry.values()
+        for group in groups:
+            objects += group["params"]
+            objects += self._values(group)
+        return objects
+
+    def _current_addresses(self) -> list[int]:
+        """Return the current addresses of all tensors."""
+        return list(map(Tensor.data_ptr, self._tensors))

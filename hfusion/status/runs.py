@@ -17,8 +17,7 @@ from urllib.parse import unquote
 
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
-from hfusion.core.event_log import ARRAYS, LOGS, RUN, TRIALS, LoggedEvent, read_events
-from hfusion.core.running_process import is_running
+from hfusion.core.event_log import ARRAYS, LOGS, RUN, TRIALS, LoggedEvent, is_running, read_events
 from hfusion.tune.sweep_folder import ARRAYS as SWEEP_ARRAYS
 from hfusion.tune.sweep_folder import STATE
 

@@ -17,8 +17,7 @@ from typing import Any
 from torch import nn
 
 from hfusion.cluster.driver import GLANCE
-from hfusion.cluster.executor import Executor
-from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Lost, Raised
+from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, Raised
 from hfusion.cluster.node import ArrayTrainer
 from hfusion.cluster.serialization import pack, unpack
 from hfusion.tune.plain_trials import PlainTrials

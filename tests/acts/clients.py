@@ -437,7 +437,8 @@ class Alike(Client):
         return self.number("lr")
 
     def scales(self) -> list[float] | None:
-        scaler = self.pop.scaler if len(self.pop.groups) == 1 else None
+        # A population of several groups has one for each.
+        scaler = getattr(self.pop, "scaler", None)
         return None if scaler is None else scaler.get_scale().tolist()
 
     def number(self, name: str) -> list[float]:

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from hfusion.device import native
-from hfusion.device.backend import accelerators, backend, random_states_kept
+from hfusion.device.backend import GraphPool, accelerators, backend, random_states_kept
 from hfusion.device.generators import Generators, draws_kept
-from hfusion.device.graphs import GraphPool
 from hfusion.device.team import library, team
 from hfusion.ops import rnn
 from hfusion.optim import native_kernels as kernels

@@ -15,9 +15,8 @@ FACTORIES = re.compile(
     "scalar_tensor|tensor|tril_indices|triu_indices|zeros"
 )
 WHY = {
-    "hfusion/device/backend.py": "asks devices",
+    "hfusion/device/backend.py": "asks devices, and records graphs of CUDA and ROCm, which torch.accelerator refuses",
     "hfusion/torch_private/seeding.py": "asks devices that were not used yet for the seeds that wait for them",
-    "hfusion/device/graphs.py": "records graphs of CUDA and ROCm, which torch.accelerator refuses",
     "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
     "hfusion/bench/harness.py": "reads the clock and the temperature of a GPU",
     "hfusion/bench/contact_benchmark.py": "reports the settings of a GPU, and the tests that need one",
