@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Kinds, changed_tensors, enter, resize
-from hfusion.array.member_module import Member
+from hfusion.array.member_module import MemberModule
 from hfusion.array.member_views import MembersApart, Views
 from hfusion.array.program_reuse import Kin, trust
 from hfusion.capture.registered_tensors import tensors
@@ -395,7 +395,7 @@ class SliceViews(Views):
         super().follow(fused)
 
     @property
-    def members_by_row(self) -> dict[int, Member]:
+    def members_by_row(self) -> dict[int, MemberModule]:
         """The members by their rows in the slice."""
         return {index: self._whole._views.members[row] for index, row in enumerate(self._chosen)}
 

@@ -63,7 +63,7 @@ class MemberWatch:
     `is_unchanged` takes half a microsecond for each module: an array calls it at each of its calls.
     """
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    def __init__(self, members: Iterable[MemberModule]) -> None:
         members = list(members)
         modules = [module.__dict__ for member in members for module in member.modules.values()]
         tables = [held[name] for held in modules for name in _TABLES]
@@ -89,7 +89,7 @@ class MemberWatch:
         return same and tensor_states(self._flat) == self._state
 
 
-class Member:
+class MemberModule:
     """A member of an array that was handed out: ``model``, with tensors in the memory of its row.
 
     Attributes:

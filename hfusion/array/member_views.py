@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_description import member_rows, row_copy
-from hfusion.array.member_module import Member, MemberSettings, MemberWatch, without_hooks
+from hfusion.array.member_module import MemberModule, MemberSettings, MemberWatch, without_hooks
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.compare_models import check_pair
@@ -58,7 +58,7 @@ class Views:
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = weakref.ref(fused)
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, MemberModule] = {}
         self.exposed = False
         self.split: MembersApart | None = None
         self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
@@ -73,7 +73,7 @@ class Views:
         self._stack_states: tuple[list[bool], list[int]] = [], []
 
     @property
-    def members_by_row(self) -> Mapping[int, Member]:
+    def members_by_row(self) -> Mapping[int, MemberModule]:
         """The members by row; in a slice, the members of the whole array by their rows in the slice."""
         return self.members
 
@@ -93,7 +93,7 @@ class Views:
         self.catch_up()
         return self.members[row].model
 
-    def add(self, fused: FusedModule, row: int) -> Member:
+    def add(self, fused: FusedModule, row: int) -> MemberModule:
         array, shared, stacks = fused._array, fused._array.comparison.shared, fused.stacks
         array.check_stacks(stacks)
         rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
@@ -101,7 +101,7 @@ class Views:
             frozen = None if name in shared else frozen_rows(stacks[name])
             if frozen is not None and frozen[row]:
                 tensor.requires_grad_(False)
-        member = self.members[row] = Member(fused._around(row, rows), row, shared, self.catch_up)
+        member = self.members[row] = MemberModule(fused._around(row, rows), row, shared, self.catch_up)
         self.exposed = True
         self._align(fused, [row])
         member.accept()
@@ -212,7 +212,7 @@ class Views:
         self._divide(fused)
         self.note(fused)
 
-    def _hear_tensors(self, fused: FusedModule, row: int, member: Member) -> None:
+    def _hear_tensors(self, fused: FusedModule, row: int, member: MemberModule) -> None:
         """Copy tensors that were assigned to a member into its row."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
         current = dict(tensors(member.model))

@@ -85,6 +85,8 @@ class FusedModule(Rows, Tree):
         # Called with each new program, before it runs.
         self._on_program: Callable[[Compiled], object] = lambda compiled: None
         self._find_program_name = finder(self, self._traced)
+        # Not a decorator, which would import Dynamo with this file.
+        self._untraced = torch.compiler.disable(untraced)
         self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
         coupling.watch(self)
@@ -127,7 +129,7 @@ class FusedModule(Rows, Tree):
         if torch.compiler.is_dynamo_compiling():
             # A trace does not see what is done to members that were handed out.
             if self._views.exposed:
-                return untraced(self, args, kwargs)
+                return self._untraced(self, args, kwargs)
             return inline(self, self._find_program_name, self._pattern(), args, kwargs)
         if exporting():
             return exported(self, self._exportable, args, kwargs)
@@ -504,7 +506,6 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
     return marked
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def untraced(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of a call of ``owner`` outside of the trace that Dynamo makes."""
     return owner.forward(*args, **kwargs)

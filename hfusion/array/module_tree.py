@@ -28,6 +28,7 @@ STATE = frozenset(
         "_traces",
         "_methods",
         "_find_program_name",
+        "_untraced",
         "_states",
         "_number",
         "_numbers",

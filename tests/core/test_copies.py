@@ -259,7 +259,7 @@ def test_marks_and_classes_are_on_stacks_views_and_copies(gains: Sequence[float]
         assert array.linear.weight.infshape.base == 4
         for views in (list(array), array.unfuse()):
             assert [view.scale.gain for view in views] == list(gains)
-            assert all(type(view.scale) is Scale for view in views)
+            assert all(isinstance(view.scale, Scale) for view in views)
             assert all(view.scale.partner is view.linear.weight for view in views)
     # torch's pickle forgets classes of parameters.
     again: Any = pickle.loads(pickle.dumps(fused))
