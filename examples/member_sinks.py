@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from importlib import import_module
 from typing import Any
@@ -101,11 +101,11 @@ class Mlflow:
             self._client.set_terminated(self._runs[member], status)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wandb", metavar="PROJECT")
     parser.add_argument("--mlflow", metavar="EXPERIMENT")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     sinks: list[Any] = [Wandb({"project": options.wandb})] if options.wandb else []
     sinks += [Mlflow(options.mlflow)] if options.mlflow else []
     rates = [1e-3, 3e-3, 1e-2]

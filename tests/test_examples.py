@@ -25,6 +25,7 @@ SMALL: dict[str, tuple[str, tuple[str, ...]]] = {
     "kfold": ("--folds 3 --epochs 1 --eager", ("mean",)),
     "many_models_many_devices": ("--epochs 1 --out OUT", ("13 tasks  4 devices", "equal bit for bit")),
     "over_ranks": ("--members 8 --epochs 3", ("epoch 2: best",)),
+    "member_sinks": ("", ()),
     "own_pace": ("--shops 4 --epochs 1 --eager", ()),
     "population": ("--members 4 --rounds 2 --eager", ("fixed rates",)),
     "resume": ("--steps 20", ("is killed at step", "the same, to the last bit")),

@@ -295,5 +295,5 @@ def test_a_cluster_refuses_wrong_arguments(tmp_path: Path) -> None:
     for where, options, message in refused:
         with pytest.raises(hf.PlanError, match=message):
             hf.Cluster(where, **options)
-    with pytest.raises(hf.PlanError, match=r"plan is for an hf\.Machine"):
+    with pytest.raises(hf.PlanError, match=r"plan is for one process on an hf\.Machine"):
         hf.train(tasks(), hf.Cluster(single_machine), plan=hf.plan(tasks(), single_machine))

@@ -50,7 +50,6 @@ def train(rounds: int) -> None:
 def chatter(counts: dict[str, int]) -> None:
     x = torch.ones(2, requires_grad=True)
     print(".", end="")
-    warnings.warn("heard", stacklevel=1)
     Sevenfold.apply(x).sum().backward()
     assert x.grad is not None
     assert (x.grad == 7).all()
@@ -78,20 +77,18 @@ def test_threads_that_capture_and_one_that_talks(monkeypatch: pytest.MonkeyPatch
         except BaseException as error:
             errors.append(error)
 
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        threads: list[Any] = [threading.Thread(target=guarded) for _ in range(2)]
-        talker = threading.Thread(target=repeated, args=(lambda: chatter(counts), stop, errors))
-        for thread in (talker, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stop.set()
-        talker.join()
+    threads: list[Any] = [threading.Thread(target=guarded) for _ in range(2)]
+    talker = threading.Thread(target=repeated, args=(lambda: chatter(counts), stop, errors))
+    for thread in (talker, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    talker.join()
     if errors:
         raise errors[0]
     assert (torch.autograd.Function.__dict__["apply"], nn.Module.__call__, sys.stdout, sys.stderr) == before
-    assert counts["rounds"] == out.getvalue().count(".") == sum("heard" in str(w.message) for w in heard) > 0
+    assert counts["rounds"] == out.getvalue().count(".") > 0
 
 
 class Interrupted(nn.Linear):
