@@ -17,9 +17,9 @@ from tests.optim.tape import Closure
 ROUNDED_ALIKE = {
     case: (name, options)
     for case, (name, options) in CASES.items()
-    if hasattr(torch.optim, name) and name not in ("Adagrad", "NAdam", "RAdam")
+    if hasattr(torch.optim, name) and name not in ("Adagrad", "NAdam", "RAdam") and case != "rmsprop-all"
 }
-"""Of these, torch's implementations for CPUs and for GPUs round the same results."""
+"""Of these, torch's implementations for CPUs and for GPUs round the same results; a centered variance cancels."""
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 SHAPES = ((7, 5), (2,), (0,), (131,))
 EXACT = {
