@@ -106,6 +106,53 @@ def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was(rows: 
     assert changed == [row in rows and row != 1 for row in range(3)]
 
 
+def test_limits_stay_with_their_members() -> None:
+    """Gradients are larger than any limit, so that an update at rate 1 is as large as the member's own."""
+    limits = [1e-3, 1e-2, 1e-1]
+    pop = hf.Population(
+        [nn.Linear(4, 3).double() for _ in limits],
+        optimizer=lambda p: hf.optim.SGD(p, lr=1.0),
+        loss=lambda output, target: 1e3 * (output - target).abs().sum(),
+        clip_norm=limits,
+        compile=False,
+    )
+
+    def updates(**options: Any) -> list[float]:
+        before = [param.detach().clone() for param in pop.fused.parameters()]
+        pop.step(torch.ones(5, 4, dtype=DOUBLE), torch.full((5, 3), 9.0, dtype=DOUBLE), **options)
+        changes = [param.detach() - old for param, old in zip(pop.fused.parameters(), before, strict=True)]
+        return torch.cat([change.flatten(1) for change in changes], 1).norm(dim=1).tolist()
+
+    assert updates() == pytest.approx(limits)
+    assert updates(rows=[2]) == pytest.approx([0.0, 0.0, limits[2]])
+    pop.stop(0)
+    pop.compact()
+    assert updates() == pytest.approx(limits[1:])
+
+
+def test_members_age_by_their_own_updates_and_a_bad_one_keeps_its_statistics() -> None:
+    pop = hf.Population(
+        [normed() for _ in range(3)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=F.cross_entropy,
+        accumulate=[1, 2, 3],
+        on_nonfinite="freeze",
+        compile=False,
+    )
+    xs, targets = batches(3)
+    for _ in range(4):
+        pop.step(hf.stacked(xs), hf.stacked(targets))
+    assert pop.ages.tolist() == [4, 2, 1]
+    means = pop.fused.get_buffer("1.running_mean")
+    before = means.clone()
+    bad = xs.clone()
+    bad[0] = math.nan
+    pop.step(hf.stacked(bad), hf.stacked(targets))
+    assert pop.frozen == [0]
+    assert torch.equal(means[0], before[0])
+    assert not torch.equal(means[1], before[1])
+
+
 REFUSED: dict[str, tuple[Callable[[hf.Population], object], type[Exception], str]] = {
     "no rows": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "is empty"),
     "twice": (lambda pop: pop.step(*batches(1), rows=[1, 1]), ValueError, "row 1 comes 2 times"),
