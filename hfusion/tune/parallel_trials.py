@@ -151,8 +151,9 @@ class TrialPool:
         return [(array, tag) for array in self._arrays.values() for tag, owner in array.away.items() if owner is worker]
 
     def _cost(self, tag: str) -> float:
-        """Return the seconds of an epoch of a trial: its last one, or the mean of those of others."""
-        return self._seconds.get(tag, sum(self._seconds.values()) / max(1, len(self._seconds)))
+        """Return the seconds of an epoch of a trial: its last one, else the mean of others, else the same for all."""
+        known = self._seconds.values()
+        return self._seconds.get(tag, sum(known) / len(known) if known else 1.0)
 
     def _load(self, worker: ForkedWorker) -> float:
         return sum(self._cost(tag) for _, tag in self._owned(worker))
@@ -161,7 +162,7 @@ class TrialPool:
         """Return whether workers are to be started, as what remains takes longer in this process alone."""
         movable = self._movable(waiting)
         count = min(self._count, len(movable))
-        if self._workers or count < 2:
+        if self._workers or count < 2 or not self._seconds:
             return False
         remaining = sum(self._cost(tag) * array.members[tag].suggestion.epochs for array, tag in movable)
         return remaining * (1 - 1 / count) > _STARTING

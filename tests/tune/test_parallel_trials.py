@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,14 @@ def test_trials_are_in_as_many_processes_as_were_given() -> None:
     assert all(HERE not in trial for trial in places[1:])
 
 
+def test_new_trials_are_shared_out_before_any_of_them_was_timed() -> None:
+    """Each round trains trials of its own, and the processes take as many."""
+    places = where(search(metric=process, pruner=unpruned(), rows=4, trials=12, epochs=1))
+    for start in (4, 8):
+        counts = Counter(place for trial in places[start : start + 4] for place in trial)
+        assert sorted(counts.values()) == [2, 2]
+
+
 def unpruned() -> Any:
     import optuna
 
@@ -139,7 +148,7 @@ def test_a_long_trial_has_a_worker_of_its_own() -> None:
 
     class Slow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.02 if self.seconds else 0.0)
+            time.sleep(0.02 if self.seconds else 0.004)
             return super().forward(x)
 
     def make(number: int) -> nn.Module:
