@@ -62,6 +62,22 @@ def test_sizes_that_were_exchanged_in_the_header_are_damage(tmp_path: Path) -> N
         files.read(tmp_path)
 
 
+def test_every_kind_of_number_comes_back(tmp_path: Path) -> None:
+    """Complex tensors are stored as pairs of real numbers."""
+    dtypes = (torch.complex64, torch.complex128, torch.bfloat16, torch.uint32, torch.bool, torch.float8_e4m3fn)
+    tensors = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in dtypes}
+    tensors |= {"transposed": torch.randn(4, 2).T, "number": torch.tensor(2), "empty": torch.empty(0, 3)}
+    files.write(tmp_path, {}, tensors, step=0, keep=1)
+    read = files.read(tmp_path).tensors
+    assert read.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert (read[key].dtype, read[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(
+            read[key].float() if tensor.is_floating_point() else read[key],
+            tensor.float() if tensor.is_floating_point() else tensor,
+        )
+
+
 @pytest.mark.parametrize("name", ["file", "broken link"])
 def test_a_root_that_is_no_folder_is_reported(name: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
