@@ -137,7 +137,7 @@ class FusedModule(Rows, Tree):
         try:
             split = self._split(calling=True)
             if split is not None:
-                return run_members(self, arguments, split.why)
+                return run_members(self, arguments, split.why, writes=True)
             if arguments.ragged:
                 return run_ragged(self, arguments)
             compiled = self._program(arguments)

@@ -83,7 +83,7 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, *, writes: b
 
     Args:
         why: for the report.
-        writes: whether forward may write into its parameters, which rows that were unbound together do not allow.
+        writes: whether to let forward write into its parameters, which rows that were unbound together do not allow.
 
     Raises:
         FusionError: members give different structures, or write into an input that all see.

@@ -297,3 +297,32 @@ def test_what_is_done_to_members_after_a_trace_holds() -> None:
     actual = compiled(x)
     for row, member in enumerate(array):
         torch.testing.assert_close(actual[row], member(x) * 2)
+
+
+class MaxNorm(nn.Linear):
+    """A layer whose forward bounds its own weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("apart", ["hook", "mode"])
+def test_members_that_run_apart_may_write_into_their_parameters(apart: str) -> None:
+    models = [MaxNorm(4, 3).double() for _ in range(3)]
+    fused = hf.fuse(copy.deepcopy(models))
+    for model in (fused[1], models[1]):
+        if apart == "hook":
+            model.register_forward_hook(double)
+        else:
+            model.eval()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for _ in range(2):
+        outputs, alone = fused(x), [model(x) for model in models]
+        close(outputs, torch.stack(alone), "output")
+        outputs.sum().backward()
+        sum(output.sum() for output in alone).backward()
+    for member, model in zip(fused, models, strict=True):
+        close(member.weight, model.weight, "weight")
+        close(member.weight.grad, model.weight.grad, "gradient")
