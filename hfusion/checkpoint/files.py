@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
@@ -130,11 +130,6 @@ def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
 
     packed = save({key: real_view(tensor).contiguous() for key, tensor in tensors.items()})
     return packed, sorted(key for key, tensor in tensors.items() if tensor.is_complex())
-
-
-def as_complex(tensors: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors that `pack` was given: those of ``keys`` are complex."""
-    return tensors | {key: torch.view_as_complex(tensors[key]) for key in keys}
 
 
 def _sync(folder: Path) -> None:
@@ -319,7 +314,7 @@ def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     with safe_open(file, framework="pt") as content:
         # Copies, since the file is mapped: one that is cut short later would end the process.
         tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
-    return as_complex(tensors, manifest["complex"])
+    return tensors | {key: torch.view_as_complex(tensors[key]) for key in manifest["complex"]}
 
 
 # Errors that modified files cause, in addition to those of the file system.

@@ -216,8 +216,8 @@ def in_thread(write: Callable[[], Path]) -> Writing:
     return future
 
 
-def read(root: Root | Saved | Sequence[Root], tags: str | Sequence[str] | None) -> SaveReader:
-    """Return a reader of members ``tags`` in the latest save of each root, or in a `Saved`. Raises CheckpointError."""
+def read(root: Root | Sequence[Root], tags: str | Sequence[str] | None) -> SaveReader:
+    """Return a reader of members ``tags`` in the latest save of each root. Raises CheckpointError."""
     parts = []
     for saved in saves_of(root):
         with wrap_load_errors(saved.path):
@@ -238,10 +238,8 @@ def groups_of(saved: Saved) -> list[Saved]:
     return parts
 
 
-def saves_of(root: Root | Saved | Sequence[Root]) -> list[Saved]:
-    """Return the latest save under each root, or the given save, as a list. Raises CheckpointError."""
-    if isinstance(root, Saved):
-        return [root]
+def saves_of(root: Root | Sequence[Root]) -> list[Saved]:
+    """Return the latest save under each root. Raises CheckpointError."""
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
     if not roots:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")

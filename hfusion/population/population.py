@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from hfusion.array.fuse import fuse
 from hfusion.array.member_functions import MemberFunction, as_each
 from hfusion.array.module import FusedModule
-from hfusion.checkpoint.files import Saved
 from hfusion.checkpoint.save import Root, Writing
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer, FusionError
@@ -666,7 +665,7 @@ class Population:
     @classmethod
     def load(
         cls,
-        directory: Root | Saved | Sequence[Root],
+        directory: Root | Sequence[Root],
         make_model: Callable[..., nn.Module],
         *,
         optimizer: Callable[[Any], FusedOptimizer],

@@ -108,7 +108,7 @@ def _gathered_group(group: TrainingGroup) -> SaveWriter:
 
 def load(
     population: Population,
-    root: Root | Saved | Sequence[Root],
+    root: Root | Sequence[Root],
     make_model: Callable[..., nn.Module],
     names: str | Sequence[str] | None,
     loader: Any,

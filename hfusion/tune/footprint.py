@@ -36,8 +36,8 @@ _ASIDE = 3
 # Memory of a capture and of the check of an array's first step, in units of the memory of a step of one row: it was at
 # most 1.6 for MLPs, a CNN and a PointNet, counted in the same way.
 _CAPTURING = 2
-# Seconds until an array is captured and checked: of any model, and per operator of its forward. And the measured time
-# of its steps over the estimate. All of MLPs on two cores of an EPYC.
+# Seconds until an array is captured and checked, of any model and per operator of its forward, and the time of its
+# steps over the estimate. Assumed, not fitted to measurements.
 _STARTUP, _STARTUP_PER_OPERATOR, _SLOWER = 2.2, 0.02, 1.9
 # The narrowest array is chosen whose time per member is at most this factor above the minimum: with narrower arrays,
 # samplers and pruners decide with more finished trials. As in `hfusion.tasks.arrange`, but for the gain.
