@@ -50,7 +50,7 @@ class ForkedWorker:
         siblings: Sequence[ForkedWorker] = (),
         remedy: str = "",
     ) -> None:
-        self.name, self.device, self._remedy = name, torch.device("cpu"), remedy
+        self.name, self._remedy = name, remedy
         context = multiprocessing.get_context("fork")
         self._pipe, worker_pipe = context.Pipe()
         parent_pipes = [self._pipe, *(sibling._pipe for sibling in siblings)]

@@ -51,7 +51,7 @@ def step_groups(
             groups, draws, (lambda group: arguments_of(group, group.entries(entries))) if all_step else None
         ) as losses,
     ):
-        queue = deque(group for group in groups if not workers.is_away(group))
+        queue = deque(workers.owned_here(groups))
         while queue:
             group = queue.popleft()
             chosen = [local for local, row in enumerate(group.rows) if row in entries]

@@ -125,9 +125,10 @@ class MemberWorkers:
             self.come_home()
             raise failure
 
-    def is_away(self, group: TrainingGroup) -> bool:
-        """Return whether a worker owns a group."""
-        return any(group in members for members in self._workers.values())
+    def owned_here(self, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
+        """Return the groups that no worker owns."""
+        away = {group.number for members in self._workers.values() for group in members}
+        return [group for group in groups if group.number not in away]
 
     @contextmanager
     def at_home(self, group: TrainingGroup) -> Iterator[None]:
