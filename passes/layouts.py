@@ -24,36 +24,21 @@ from hfusion.passes.candidates import candidates, conversion, operands, reached,
 # States kept from one operator to the next. Exact for what residual and branching networks have alive.
 WIDTH = 32
 
-# Factor on the estimated cost of a common graph: it copies values of variants side by side into cold memory, which the
-# estimates do not include.
-
-
-@dataclass(frozen=True)
-class Price:
-    """Seconds for a call, forward and backward: estimated from shapes, and measured if it was."""
-
-    estimate: float
-    measured: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate if self.measured is None else self.measured
-
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that a node takes: its ``index`` among them, its price; ``lost``: the others."""
+    """The candidate that a node takes: its ``index`` among them, its estimated seconds; ``lost``: the others."""
 
     index: int
-    price: Price
-    lost: tuple[tuple[Lowering, Price], ...] = ()
+    price: float
+    lost: tuple[tuple[Lowering, float], ...] = ()
 
 
 class Pricing(Protocol):
     """Prices of calls and conversions, backward included."""
 
-    def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
-        """Return the price of each of ``calls``, the candidates of a member's ``node``; operands are member nodes."""
+    def call(self, node: fx.Node, call: Call) -> float:
+        """Return the seconds of ``call``, a candidate of a member's ``node``; operands are member nodes."""
 
     def move(self, value: Value, convert: Conversion) -> float:
         """Return the seconds to convert ``value`` to another layout by ``convert``."""
@@ -176,7 +161,7 @@ class _NodeOptions:
         inputs = zip(self.inputs, layouts, strict=True)
         env = {node: result(node, layout, node.meta.get("val")) for node, layout in inputs}
         calls = candidates(self.node, env, self.members, self.rules)
-        prices = self.price.calls(self.node, calls)
+        prices = [self.price.call(self.node, call) for call in calls]
         return [
             Option(
                 call.layout,
@@ -211,7 +196,7 @@ def _advance(
             continue
         for option in options:
             after, cost = _converted(state, index_of, option.needs)
-            cost += path.cost + option.choice.price.seconds
+            cost += path.cost + option.choice.price
             key = (*after, held(option.layout))
             if key not in new_states or cost < new_states[key].cost:
                 new_states[key] = Path(cost, (node, option.choice), path)

@@ -20,7 +20,7 @@ from hfusion.ops import RULES
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import candidates, result
 from hfusion.passes.check import check_array
-from hfusion.passes.layouts import Choice, Price
+from hfusion.passes.layouts import Choice
 
 RELATIVE = 1e-9
 MAX_MIXES = 24
@@ -163,7 +163,7 @@ def lowerings(graph: fx.Graph, layouts: Sequence[Layout], members: int) -> Itera
     env = {n: result(n, next(waiting), n.meta["val"]) for n in graph.nodes if n.op == "placeholder"}
     call = next(node for node in graph.nodes if node.op == "call_function")
     for place, _ in enumerate(candidates(call, env, members, RULES)):
-        yield batch(graph, layouts, members, RULES, {call: Choice(place, Price(0.0))})
+        yield batch(graph, layouts, members, RULES, {call: Choice(place, 0.0)})
 
 
 def _check_gradients(leaves: list[Tensor], got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -35,7 +35,6 @@ class Array:
     skeletons: tuple[nn.Module, ...]
     comparison: Comparison
     verify: bool
-    tune: bool = False
     origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     @cached_property

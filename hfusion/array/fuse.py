@@ -19,7 +19,7 @@ from hfusion.device.generators import draws_kept
 from hfusion.torch_private.dynamo_state import uncompiled
 
 
-def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:
+def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
     """Return one module that computes and trains all ``models``, each exactly as if alone.
 
     Args:
@@ -29,8 +29,6 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
             torch.compile, the modules inside are fused. `hfusion.Population` takes models of several structures.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
-        tune: time the possible implementations of operators at the first call of every signature, instead of estimating
-            them. The times are kept in the user's cache folder and used by later processes.
 
     Returns:
         A module with stacked parameters; capture happens at the first call.
@@ -51,7 +49,7 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
         skeleton(comparison.variants.index(v), models[comparison.variants.index(v)])
         for v in range(max(comparison.variants) + 1)
     )
-    array = Array(len(models), skeletons, comparison, verify, tune)
+    array = Array(len(models), skeletons, comparison, verify)
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
             if parameter not in array.origins:
@@ -94,7 +92,6 @@ def build(
             state is restored.
         seeds: one per member.
         verify: as in `fuse`.
-        tune: as in `fuse`.
 
     Raises:
         FusionError: no seeds, or models that cannot be fused with the first.
@@ -131,7 +128,7 @@ def build(
             skeletons.append(skeleton(index, model))
     stacks = stacks or _room(first, 1, sharing.keys)
     comparison = Comparison(tuple(variants), sharing.keys, sharing.partly, frozenset(sharing.common))
-    return FusedModule(Array(len(seeds), tuple(skeletons), comparison, verify, tune), stacks)
+    return FusedModule(Array(len(seeds), tuple(skeletons), comparison, verify), stacks)
 
 
 def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members: int) -> None:

@@ -101,7 +101,7 @@ class FusedModule(Rows, Tree):
     def _new_compiler(self) -> Compiler:
         array, looped = self._array, self._situations.looped
         variants, shared = array.comparison.variants, array.comparison.shared
-        spec = ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
+        spec = ArraySpec(self._original, array.members, variants, shared, self._member, looped=looped)
         return Compiler(spec)
 
     def _mark(self) -> None:

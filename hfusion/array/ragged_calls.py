@@ -6,7 +6,7 @@ are derived from one capture.
 
 A batch is padded with its own last sample, so that no new values arise, and the results are cut to the members' own.
 This needs a proof that forward computes each sample independently (`hfusion.passes.sample_dims`), is checked once
-against calls by size, and is done if the cost model expects it to take less time than a call for each size.
+against calls by size, and is done if it at most doubles the number of samples.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from hfusion.core.member_random import seeds_of_rows
 from hfusion.core.program import Kind
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import active_autocast
-from hfusion.device.calibrate import compute_rates
-from hfusion.passes.cost.padding import SizeCosts
 from hfusion.torch_private.functorch import in_transform
 
 if TYPE_CHECKING:
@@ -66,10 +64,8 @@ class Padding:
 
     compiled: Compiled
     dims: tuple[int | None, ...] = ()
-    costs: SizeCosts | None = None
     refused: str = ""
     checked: set[bool] = field(default_factory=set)
-    served: dict[Any, bool] = field(default_factory=dict)
 
     @staticmethod
     def of(fused: FusedModule, compiled: Compiled, arguments: Arguments) -> Padding:
@@ -89,26 +85,18 @@ class Padding:
         dims = output_samples(compiled.graph, _batches(compiled, arguments))
         if isinstance(dims, str):
             return Padding(compiled, refused=dims)
-        program, parameters = compiled.program.module.graph, list(fused.parameters())
-        device = parameters[0].device if parameters else torch.device("cpu")
-        costs = SizeCosts.of(compiled.graph, program, len(fused), parameters, compute_rates(device))
-        return Padding(compiled, dims, costs)
+        return Padding(compiled, dims)
 
     def serves(self, arguments: Arguments, sizes: Sequence[int]) -> bool:
-        """True if the program's guards hold for the batches without padding, and it is cheaper than calls by size."""
-        key = tuple(sizes)
-        if key not in self.served:
-            rows = {size: row for row, size in enumerate(sizes)}.values()
-            fits = all(self.compiled.guards(arguments.of_rows([row]).shapes) for row in rows)
-            cheaper = self.costs is not None and self.costs.padded(sizes) <= self.costs.by_size(sizes)
-            if len(self.served) == MAX_SIZES:
-                self.served.clear()
-            self.served[key] = fits and cheaper
-        return self.served[key]
+        """True if the program's guards hold for the batches without padding, and padding does not add too many."""
+        rows = {size: row for row, size in enumerate(sizes)}.values()
+        few = len(sizes) * max(sizes) <= MOST_SAMPLES * sum(sizes)
+        return few and all(self.compiled.guards(arguments.of_rows([row]).shapes) for row in rows)
 
 
-# Maximum number of combinations of sizes for which the decision to pad is cached.
-MAX_SIZES = 4096
+# How many times the members' own samples a padded batch may have. Small models take the time of their calls, not of
+# their samples, and would gain beyond that; large ones would lose.
+MOST_SAMPLES = 2
 
 _paddings: WeakKeyDictionary[FusedModule, dict[int, Padding]] = WeakKeyDictionary()
 _refused: WeakKeyDictionary[FusedModule, dict[Any, str]] = WeakKeyDictionary()
@@ -120,7 +108,7 @@ def size_lines(fused: FusedModule) -> tuple[str, ...]:
     lines = [f"by a call for each size: {padding.refused}" for padding in paddings if padding.refused]
     lines += [f"by a call for each size: {why}" for why in _refused.get(fused, {}).values()]
     if any(padding.checked for padding in paddings if not padding.refused):
-        lines.insert(0, "in one call where that is estimated to be faster, filled up to the largest")
+        lines.insert(0, "in one call, filled up to the largest, where that at most doubles the samples")
     return tuple(f"batches of different sizes run {line}" for line in dict.fromkeys(lines))
 
 

@@ -99,7 +99,7 @@ def _key(fused: FusedModule, subject: ArraySpec, arguments: Arguments, sizes: Va
             (name, type(t), t.shape, t.dtype, t.stride(), t.device, t.requires_grad) for name, t in fused.stacks.items()
         ),
         (arguments.key, arguments.strides, ties),
-        (subject.device, subject.loops, subject.tune, array.verify),
+        (subject.device, subject.loops, array.verify),
         (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()),
         (active_autocast(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
     )

@@ -269,9 +269,9 @@ def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Ad
     return step
 
 
-def start_hfusion(workload: Workload, tune: bool = False) -> Running:
+def start_hfusion(workload: Workload) -> Running:
     """Start the public way: fuse, a fused optimizer, one backward for all members."""
-    fused = hf.fuse(workload.models(), tune=tune)
+    fused = hf.fuse(workload.models())
     return Running(eager_step(workload, fused, hf.optim.Adam(trained(fused), lr=list(workload.rates))))
 
 
@@ -333,7 +333,6 @@ CONTENDERS = (
         partial(start_processes, compiled=True, channels_last=True),
     ),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
-    Contender("hfusion-tuned", "the same, ways of operators measured: tune=True", partial(start_hfusion, tune=True)),
     Contender("hfusion-blocks", f"{_BLOCKS}, eager", partial(start_train_step, compile=False, limited=True)),
     Contender("hfusion-blocks-compiled", f"{_BLOCKS}, compiled", partial(start_train_step, limited=True)),
     Contender("hfusion-compiled", "hf.train_step: programs and the optimizer", start_train_step),

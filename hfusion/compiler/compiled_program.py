@@ -34,9 +34,7 @@ from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Result, Unbatchable, candidates, result
 from hfusion.passes.check import check_array, check_code, check_member
-from hfusion.passes.cost.measure import Measured
 from hfusion.passes.cost.price import Model
-from hfusion.passes.cost.times import times_on
 from hfusion.passes.expected_checks import RULES as EXPECT_RULES
 from hfusion.passes.expected_checks import expectations
 from hfusion.passes.layouts import Choice, choose
@@ -55,7 +53,6 @@ class ArraySpec:
     Attributes:
         member: ``member(b)`` returns member b as a live module.
         loops: whether the smallest submodules that cannot be captured run in a loop over members, or are an error.
-        tune: whether lowerings are measured instead of estimated.
         device: where the program will run, if that is not the device of the tensors.
         looped: submodules that run in a loop in any case, with the reasons; it may grow.
     """
@@ -66,7 +63,6 @@ class ArraySpec:
     shared: frozenset[str]
     member: Callable[[int], nn.Module]
     loops: bool = True
-    tune: bool = False
     device: torch.device | None = None
     looped: Mapping[Island, str] = field(default_factory=dict)
 
@@ -189,7 +185,7 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
     graph, layouts, first = captured.graph, captured.layouts, captured.first
-    choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
+    choices = choose_ways(graph, layouts, subject.members, subject.device)
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, captured.slots, layouts, first.out_spec)
@@ -210,7 +206,7 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
 def of_member(compiled: Compiled, member: int) -> Compiled:
     """Return the program of one member, as an array of one."""
     program, graph = compiled.program, select(compiled.graph, member)
-    module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
+    module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1))
     member_program = replace(program, members=1, module=module, code=module)
     look_at(member_program)
     return replace(compiled, program=member_program, graph=graph)
@@ -225,14 +221,11 @@ def look_at(program: Program) -> None:
 
 
 def choose_ways(
-    graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool, device: torch.device | None = None
+    graph: fx.Graph, layouts: Sequence[Layout], members: int, device: torch.device | None = None
 ) -> dict[fx.Node, Choice]:
-    """Choose how each operator runs in an array of ``members``; measures only on the device of the graph."""
+    """Choose how each operator runs in an array of ``members``, on ``device`` or on that of the graph."""
     model = Model.of(graph, members, None if device is None else compute_rates(device))
-    if not tune or device is not None:
-        return choose(graph, layouts, members, RULES, model)
-    with times_on(model.device) as times:
-        return choose(graph, layouts, members, RULES, Measured(model, times))
+    return choose(graph, layouts, members, RULES, model)
 
 
 def representatives(variants: Sequence[int]) -> list[int]:

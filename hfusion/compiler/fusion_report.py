@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -16,33 +16,23 @@ from hfusion.ops.lowering import Lowering
 WIDEST = 40
 
 
-@dataclass
-class Cost:
-    """Cost of a group of similar operators in seconds: estimated, measured, and of the rejected lowerings."""
-
-    estimate: float = 0.0
-    measured: float | None = None
-    lost: dict[Lowering, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        if self.measured is None:
-            return f"~{seconds(self.estimate)}" if self.estimate else ""
-        text = f"~{seconds(self.estimate)}, measured {seconds(self.measured)}"
-        return text + "".join(f"; {lowering} {seconds(value)}" for lowering, value in self.lost.items())
-
-
 @dataclass(frozen=True)
 class Row:
-    """``count`` operators of one name that run in the same way; ``cost``: their total, forward and backward."""
+    """``count`` operators of one name that run in the same way; ``cost``: their estimated seconds with backward."""
 
     operator: str
     lowering: Lowering
     count: int
-    cost: Cost
+    cost: float
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        return self.operator, self.lowering.layout.value, str(self.lowering), str(self.cost)
+        return (
+            self.operator,
+            self.lowering.layout.value,
+            str(self.lowering),
+            f"~{seconds(self.cost)}" if self.cost else "",
+        )
 
 
 @dataclass(frozen=True)
@@ -129,17 +119,9 @@ def operator_name(origin: fx.Node) -> str:
     return str(origin.target).removeprefix("aten.")
 
 
-def _cost(nodes: Sequence[fx.Node]) -> Cost:
-    """Return the total cost of operators; a rejected lowering counts only operators for which it was measured."""
-    total = Cost()
-    for choice in (node.meta["choice"] for node in nodes if "choice" in node.meta):
-        total.estimate += choice.price.estimate
-        if choice.price.measured is not None:
-            total.measured = (total.measured or 0.0) + choice.price.measured
-        for lowering, price in choice.lost:
-            if price.measured is not None:
-                total.lost[lowering] = total.lost.get(lowering, 0.0) + price.measured
-    return total
+def _cost(nodes: Sequence[fx.Node]) -> float:
+    prices: list[float] = [node.meta["choice"].price for node in nodes if "choice" in node.meta]
+    return sum(prices)
 
 
 def seconds(value: float) -> str:

@@ -51,7 +51,6 @@ def of_rows(
     if compiled.opaque and subject is None:
         raise ValueError("members that run their own code are needed as modules")
     opaque = _with_own_bodies(graph, subject) if compiled.opaque and subject is not None else ()
-    tune = subject is not None and subject.tune
     slots = zip(program.slots, program.layouts, strict=True)
     stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
     constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
@@ -66,7 +65,7 @@ def of_rows(
     )
     choices = _choices(compiled, graph) if (members, layouts) == (program.members, program.layouts) else None
     if choices is None:
-        choices = choose_ways(graph, layouts, members, tune)
+        choices = choose_ways(graph, layouts, members)
     module = batch(graph, layouts, members, RULES, choices)
     new_program = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
     look_at(new_program)

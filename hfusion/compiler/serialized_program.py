@@ -16,7 +16,7 @@ from hfusion.core.guards import AllHold, Assumptions, fixed
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.passes.batch import batch
-from hfusion.passes.layouts import Choice, Price
+from hfusion.passes.layouts import Choice
 from hfusion.torch_private.dispatch_modes import disable_current_modes, enable_python_dispatcher
 from hfusion.torch_private.fake_tensors import FakeTensorMode, with_dynamic_dims
 from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
@@ -64,7 +64,7 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     layouts = tuple(map(Layout, written["layouts"]))
     slots = tuple(Slot(Kind(kind), name) for kind, name in written["slots"])
     pairs = zip(graph.nodes, written["choices"], strict=True)
-    choices = {node: Choice(index, Price(0.0)) for node, index in pairs if index is not None}
+    choices = {node: Choice(index, 0.0) for node, index in pairs if index is not None}
     module = batch(graph, layouts, written["members"], RULES, choices)
     spec = pytree.tree_structure((0,) * written["outputs"])
     program = Program(written["name"], written["members"], written["training"], module, module, slots, layouts, spec)

@@ -132,7 +132,7 @@ def _outputs(layer: TimedLayer, x: Tensor, weight: Tensor) -> list[Tensor]:
 def fitted(
     measured: Mapping[str, float], flops: float, memory: float, calls: float, sizes: Sizes = ACCELERATOR
 ) -> dict[str, KindFit]:
-    """Fit the estimate of `hfusion.passes.cost.roofline` to what `measure` returned.
+    """Fit the estimate of `hfusion.passes.cost.price` to what `measure` returned.
 
     ``flops``, ``memory``, ``calls``: the rates of the device. Layers are assumed to reach its full memory bandwidth.
     """

@@ -2,7 +2,7 @@
 
 Estimates from shapes alone, on the careful side:
 
-- `hfusion.passes.cost.roofline` estimates the time of an operator from its lowering. Its backward takes one product
+- `hfusion.passes.cost.price` estimates the time of an operator from its lowering. Its backward takes one product
   per operand that gets a gradient, and twice the traffic.
 - The `Lowering` of every call states what is saved for backward, and what is a view. A view shares the storage of its
   base; an expanded value counts as if it were copied, since it crosses a cut as a copy.
@@ -22,19 +22,8 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
 from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import KeptOperands, Lowering, View
-from hfusion.passes.cost.flops import (
-    SymbolSizes,
-    bytes_of,
-    concrete,
-    dtype_of,
-    family,
-    floating,
-    flops,
-    more_of,
-    products,
-    sizes_of,
-)
-from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
+from hfusion.passes.cost.flops import SymbolSizes, bytes_of, concrete, family, sizes_of
+from hfusion.passes.cost.price import Estimates, Seconds, gets_gradient
 
 # Operators that Inductor fuses, besides those that torch tags as pointwise: pointwise ones without the tag, sums and
 # extrema, and norms, whose results are pointwise functions of the operand and of sums over it.
@@ -119,7 +108,8 @@ def line(program: Program, batch: SymbolSizes, rates: Rates, *, is_compiled: boo
     ``is_compiled``: leave out values that a compiled program does not store, as it fuses pointwise operators with all
     operators that read their results.
     """
-    tracing = _Tracing(program.members, batch, rates, is_compiled)
+    tracked: set[fx.Node] = set()
+    tracing = _Tracing(Estimates(program.members, batch, rates, tracked), tracked, is_compiled)
     waiting = iter(program.slots)
     nodes = operators(program)
     for node in program.module.graph.nodes:
@@ -163,24 +153,20 @@ class _Root:
 class _Tracing:
     """Follows storages and gradients through a program."""
 
-    members: int
-    batch: SymbolSizes
-    rates: Rates
+    estimates: Estimates
+    tracked: set[fx.Node]
     is_compiled: bool = False
     roots: dict[fx.Node, _Root] = field(default_factory=dict)
-    tracked: set[fx.Node] = field(default_factory=set)
     steps: list[OperatorCost] = field(default_factory=list)
     results: list[_Root] = field(default_factory=list)
 
     def bytes(self, node: fx.Node) -> int:
         """Bytes of a value of the array."""
-        return bytes_of(node.meta.get("example"), self.batch) * self.copies(node)
+        return bytes_of(node.meta.get("example"), self.estimates.batch) * self.copies(node)
 
     def copies(self, node: fx.Node) -> int:
         """Return for how many members a value is held."""
-        if node.meta.get("layout") is Layout.SHARED:
-            return 1
-        return self.members
+        return 1 if node.meta.get("layout") is Layout.SHARED else self.estimates.members
 
     def placeholder(self, node: fx.Node, slot: Slot) -> None:
         example = node.meta.get("example")
@@ -198,14 +184,10 @@ class _Tracing:
             uses.append(index)
 
     def step(self, index: int, node: fx.Node) -> None:
-        fused = self.is_compiled and (fuses(node) or viewed(node, self.batch) is not None)
+        fused = self.is_compiled and (fuses(node) or viewed(node, self.estimates.batch) is not None)
         for source in node.all_input_nodes:
             self.use(source, index, is_fused=fused)
-        if (
-            family_of(node) != "detach"
-            and floating(node.meta.get("example"))
-            and self.tracked.intersection(node.all_input_nodes)
-        ):
+        if gets_gradient(node, node.meta.get("example"), self.tracked):
             self.tracked.add(node)
         self.roots[node] = root = self._root(index, node)
         root.operands += [self.roots[source] for source in node.all_input_nodes if self.roots[source] is not root]
@@ -220,7 +202,7 @@ class _Tracing:
         self.steps.append(OperatorCost(_where(node), *durations, extra_bytes if tracked else 0, workspace))
 
     def _root(self, index: int, node: fx.Node) -> _Root:
-        source = viewed(node, self.batch)
+        source = viewed(node, self.estimates.batch)
         size = self.bytes(node)
         if source is not None:
             root = self.roots[source]
@@ -229,37 +211,25 @@ class _Tracing:
         return _Root(size, index, is_stored=False)
 
     def _seconds(self, node: fx.Node, *, is_view: bool) -> Seconds:
-        node_lowering, tracked = lowering(node), node in self.tracked
+        tracked = node in self.tracked
         if node.meta.get("transition"):
-            return self._converted(node)
-        traffic = 0 if is_view else sum(self.bytes(value) for value in (node, *node.all_input_nodes))
-        arithmetic = more = times = 0.0
-        dtype = torch.float32
-        if (origin := node.meta.get("origin")) is not None and not is_view:
-            trained = [source.meta.get("example") for source in node.all_input_nodes if source in self.tracked]
-            arithmetic, times = self.copies(node) * flops(origin, self.batch), products(origin, trained)
-            more = self.copies(node) * more_of(node_lowering, origin, self.batch, self.rates)
-            dtype = dtype_of(origin)
-        calls = self.members if node_lowering.loops else 1
-        return seconds(
-            node_lowering, Work(calls, arithmetic, times, more, traffic, tracked, is_view, dtype), self.rates
-        )
-
-    def _converted(self, node: fx.Node) -> Seconds:
-        """Return the seconds of a transition between layouts. Channels-last is not considered for weights."""
-        example, convert = node.meta.get("example"), node.meta["lowering"].fn
-        weight = any(self.roots[source].slot is not None for source in node.all_input_nodes)
-        image = isinstance(example, Tensor) and example.dim() > 3 and not weight
-        members = self.members
-        size = bytes_of(example, self.batch) * members
-        return conversion_seconds(convert, size, members, self.rates, tracked=node in self.tracked, image=image)
+            # Channels-last is not considered for weights.
+            weight = any(self.roots[source].slot is not None for source in node.all_input_nodes)
+            example, members = node.meta.get("example"), self.estimates.members
+            image = isinstance(example, Tensor) and example.dim() > 3 and not weight
+            size = bytes_of(example, self.estimates.batch) * members
+            return self.estimates.conversion(lowering(node).fn, size, tracked=tracked, image=image)
+        if is_view:
+            return self.estimates.views(self.estimates.members if lowering(node).loops else 1, tracked)
+        traffic = sum(self.bytes(value) for value in (node, *node.all_input_nodes))
+        return self.estimates.operator(lowering(node), node, node.meta["origin"], self.copies(node), traffic)
 
     def _saved_and_workspace_bytes(self, node: fx.Node) -> tuple[int, int]:
         """Return the bytes saved in addition to operands and result, and the bytes of temporaries."""
         saves = lowering(node).saves
         if saves.extra_bytes is None and saves.workspace is None:
             return 0, 0
-        sizes = sizes_of(node.meta["origin"], self.batch)
+        sizes = sizes_of(node.meta["origin"], self.estimates.batch)
         counts = (
             0 if count is None else count(sizes) * self.copies(node) for count in (saves.extra_bytes, saves.workspace)
         )

@@ -12,12 +12,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hfusion.device.backend import active_autocast
-from hfusion.device.calibrate import ComputeRates
 from hfusion.ops import lowering as records
-from hfusion.ops.lowering import Lowering, Shape, Sizes
+from hfusion.ops.lowering import Shape, Sizes
 from hfusion.ops.saved import rows_and_matrices
 from hfusion.passes.candidates import by_name
-from hfusion.passes.cost.roofline import efficiency_on
 
 Shapes: TypeAlias = Mapping[str, Any]
 Formula: TypeAlias = Callable[[Shapes, Shape], int]
@@ -89,12 +87,6 @@ def flops(node: fx.Node, batch: SymbolSizes) -> int:
     if formula is None or not isinstance(node.target, OpOverload):
         return 0
     return formula(_shapes(node, batch), _shape(node, batch))
-
-
-def more_of(lowering: Lowering, node: fx.Node, batch: SymbolSizes, rates: ComputeRates) -> float:
-    """Return the operations of a member's call in addition to those of products, forward and backward."""
-    count = efficiency_on(rates, lowering).more
-    return 0.0 if count is None else count(sizes_of(node, batch))
 
 
 def products(node: fx.Node, trained: Sequence[Any]) -> float:

@@ -30,7 +30,7 @@ from hfusion.ops.saved import FACTORS
 from hfusion.passes.candidates import Result, candidates, conversion, operands, reached, result
 from hfusion.passes.cost.cost import saves
 from hfusion.passes.cost.price import Model
-from hfusion.passes.layouts import Choice, Price, choose
+from hfusion.passes.layouts import Choice, choose
 from tests.oracle import Case, member_graph, t
 
 # The chosen layouts cost least: against all choices of small graphs, and in networks as people write them.
@@ -62,14 +62,9 @@ class Random:
 
     seed: int
 
-    def call(self, node: fx.Node, call: Call) -> Price:
+    def call(self, node: fx.Node, call: Call) -> float:
         operand_layouts = [(o.value.node.name, o.value.layout.value, o.layout.value) for o in operands(call.args)]
-        return Price(
-            random.Random(f"{self.seed} {node.name} {call.layout} {call.lowering.loops} {operand_layouts}").random()
-        )
-
-    def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
-        return [self.call(node, call) for call in calls]
+        return random.Random(f"{self.seed} {node.name} {call.layout} {call.lowering.loops} {operand_layouts}").random()
 
     def move(self, value: Value, convert: Conversion) -> float:
         return random.Random(f"{self.seed} {value.node.name} {convert.__name__}").random()
@@ -105,7 +100,7 @@ def cost(graph: fx.Graph, layouts: Sequence[Layout], price: Random, places: Mapp
             env[node] = result(node, next(waiting), node.meta["val"])
         elif node.op == "call_function":
             call = candidates(node, env, MEMBERS, ANYWHERE)[places[node]]
-            total += price.call(node, call).seconds
+            total += price.call(node, call)
             total += sum(converted(o.value, reached(o)) for o in operands(call.args))
             env[node] = result(node, call.layout, node.meta["val"])
         else:
@@ -227,8 +222,8 @@ def test_the_fastest_is_chosen(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_estimates_are_of_the_size_of_the_times(name: str) -> None:
     line, choice = measured(name), chosen(name)
-    pairs = [(choice.price.estimate, line["measured ms"])]
-    pairs += [(price.estimate, line["others ms"][str(lowering)]) for lowering, price in choice.lost]
+    pairs = [(choice.price, line["measured ms"])]
+    pairs += [(price, line["others ms"][str(lowering)]) for lowering, price in choice.lost]
     for estimate, milliseconds in pairs:
         assert 1 / FACTOR < (1e3 * estimate + FIXED) / milliseconds < FACTOR
 
