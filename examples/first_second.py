@@ -1,4 +1,4 @@
-"""An array that trains from the first second: steps run eagerly while another process compiles them.
+"""An array that trains from the first second: after two seconds, another process compiles while steps run eagerly.
 
     python examples/first_second.py --members 16 --seconds 30
 
@@ -38,11 +38,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def train(members: int, goes_on: Callable[[int], bool], eager_steps: int | None = None) -> tuple[Change, Tensor]:
+def train(members: int, goes_on: Callable[[int], bool]) -> tuple[Change, Tensor]:
     """Steps as long as ``goes_on`` says so of how many there were; their times, and the last losses ``[B]``."""
     fused = hf.build(make_model, seeds=range(members))
     optimizer = hf.optim.Adam(fused.parameters(), lr=1e-3)
-    step = hf.train_step(fused, F.cross_entropy, optimizer, compile="background", eager_steps=eager_steps)
+    step = hf.train_step(fused, F.cross_entropy, optimizer)
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)
     times: dict[bool, list[float]] = {True: [], False: []}

@@ -36,7 +36,7 @@ SMALL: dict[str, tuple[str, tuple[str, ...]]] = {
         ("spilled", "equal, bit for bit", "of a budget of 1.0 MiB"),
     ),
 }
-COMPILED = ("all_cores", "compiled_tasks", "first_second")
+COMPILED = ("all_cores", "compiled_tasks")
 
 
 def test_every_example_is_run() -> None:

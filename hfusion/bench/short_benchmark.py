@@ -51,7 +51,6 @@ class ShortContender:
 _VARIANTS = {
     "eager": "hf.train_step(compile=False)",
     "compiled": "hf.train_step(compile=True)",
-    "background": 'hf.train_step(compile="background")',
     "default": "hf.train_step()",
 }
 BASELINE, FILLER = "serial", "compiled-cold"

@@ -18,7 +18,6 @@ _LOADED = time.perf_counter(), time.process_time()
 _OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
     "compiled": {"compile": True},
-    "background": {"compile": "background"},
     "default": {},
 }
 

@@ -1,4 +1,4 @@
-"""A request to compile a step, as JSON, for a process that has neither the models nor their code."""
+"""A request to compile a program of a step, as JSON, for a process that has neither the models nor their code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hfusion.core.calls import StackedInput
 from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
 from hfusion.device.backend import attention_kernels, use_attention_kernels
-from hfusion.step.step_graph import StepCall, Tensors
+from hfusion.step.step_graph import StepCall, StepSource
 from hfusion.torch_private.inductor_settings import changed_values, under_values
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -30,57 +30,49 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class CompileRequest:
-    """A request to compile a step. ``content`` holds plain values only, see `read_request`."""
+    """A request to compile a program. ``content`` holds plain values only, see `read_request`."""
 
     content: Mapping[str, Any]
 
     @cached_property
-    def text(self) -> str:
-        return json.dumps(self.content, sort_keys=True)
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
 
     def key(self, environment: Mapping[str, Any]) -> str:
         """Return a hash of the request and of ``environment``; see `hfusion.step.program_cache.circumstances`."""
-        content = json.dumps(environment, sort_keys=True) + self.text
+        content = json.dumps(environment, sort_keys=True) + self.digest
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def write_request(
-    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any
-) -> CompileRequest:
-    """Return the request for calls like ``call``. Raises Unwritable if it cannot be written as plain values."""
-    tensors = Tensors.of(forward, loss)
-    places = {id(tensor): index for index, tensor in enumerate(tensors.all())}
+def write_request(source: StepSource, autocast: Any) -> CompileRequest | None:
+    """Return the request for the program of ``source``; None if it cannot be written as plain values.
 
-    def source(bound: BoundProgram) -> dict[str, Any]:
+    ``autocast``: the active autocast.
+    """
+    places = {id(holder[name]): index for index, (holder, name) in enumerate(source.tensors.tensor_refs)}
+
+    def written(bound: BoundProgram) -> dict[str, Any]:
         return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.locations]}
 
-    return CompileRequest(
-        {
-            "forward": source(forward),
-            "loss": source(loss),
-            "tensors": [_write_tensor(tensor) for tensor in tensors.all()],
-            "inputs": [_write_leaf(leaf) for leaf in call.inputs.leaves],
-            "target": [_write_leaf(leaf) for leaf in call.target.leaves],
-            "size": size,
-            "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
-            "settings": _settings(),
-        }
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class CompileArguments:
-    """The arguments of `hfusion.step.compiled_step.compile_programs`, with placeholder tensors of zeros."""
-
-    forward: BoundProgram
-    loss: BoundProgram
-    call: StepCall
-    size: int | None
+    try:
+        return CompileRequest(
+            {
+                "forward": written(source.forward),
+                "loss": written(source.loss),
+                "tensors": [_write_tensor(tensor) for tensor in source.values],
+                "inputs": [_write_leaf(leaf) for leaf in source.call.inputs.leaves],
+                "target": [_write_leaf(leaf) for leaf in source.call.target.leaves],
+                "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
+                "settings": _settings(),
+            }
+        )
+    except Unwritable:
+        return None
 
 
 @contextmanager
-def read_request(content: Mapping[str, Any]) -> Iterator[CompileArguments]:
-    """Context manager: restore the settings of the request, and return the arguments to compile it.
+def read_request(content: Mapping[str, Any]) -> Iterator[StepSource]:
+    """Context manager: restore the settings of the request, and return its source, with tensors of zeros.
 
     Raises the errors of `hfusion.compiler.serialized_program.read_compiled`.
     """
@@ -93,7 +85,7 @@ def read_request(content: Mapping[str, Any]) -> Iterator[CompileArguments]:
         )
         for kind, dtype in content["autocast"]:
             stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
-        yield CompileArguments(forward, loss, StepCall(inputs, target), content["size"])
+        yield StepSource.of(forward, loss, StepCall(inputs, target))
 
 
 def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoundProgram:

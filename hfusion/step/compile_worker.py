@@ -1,6 +1,6 @@
 """A process that compiles steps while this one trains.
 
-It receives an order, which holds plain values and no models or their code. It stores the compiled programs in a folder
+It receives requests, which hold plain values and no models or their code. It stores the compiled programs in a folder
 and reports the outcome on its standard output. No thread waits for it: training polls between minibatches. It ends when
 its job is done, when the owner of the job is freed, and when this process ends, for whatever reason.
 """
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,60 +37,33 @@ class BackgroundJob:
     Raises OSError if no process can be started.
     """
 
-    def __init__(self, compile_request: CompileRequest, folder: Path, owner: object) -> None:
-        self.folder = folder
-        self._outcome_text = ""
-        self._began = time.time()
-        self.seconds = 0.0
-        """Seconds until the program was ready; 0 until `result` was called."""
+    def __init__(self, requests: Sequence[CompileRequest], folder: Path, owner: object) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         files = run_folder()
-        written = files.path / "order.json"
+        written = files.path / "requests.json"
         try:
-            written.write_text(compile_request.text)
+            written.write_text(json.dumps([compile_request.content for compile_request in requests]))
             self._process = _started([str(written), str(folder)], self._log)
         except OSError:
             self._log.close()
             files.remove()
             raise
         self._finalizer = weakref.finalize(owner, _end, self._process, self._log, files, os.getpid())
-        self.cancelled = False
-
-    @property
-    def age(self) -> float:
-        """Seconds since the job started."""
-        return time.time() - self._began
 
     def ready(self) -> bool:
         """Return immediately whether the job has ended, successfully or not."""
-        if self._outcome_text or not self._finalizer.alive:
-            return True
         return self._process.poll() is not None
 
     def result(self) -> str:
-        """Wait for the end of the job. Return an empty string on success, else the reason for the failure.
-
-        If it was cancelled or its owner freed before that, ``cancelled`` is True afterwards.
-        """
-        if not self._finalizer.alive and not self._outcome_text:
-            self.cancelled = True
-            return "cancelled"
-        if not self._outcome_text:
-            self._process.wait()
-            self._outcome_text = self._outcome()
-            self._finalizer()
-        return "" if self._outcome_text == "done" else self._outcome_text
-
-    def _outcome(self) -> str:
+        """Wait for the end of the job. Return an empty string on success, else the reason for the failure."""
         assert self._process.stdout is not None
         lines = self._process.stdout.read().decode(errors="replace").splitlines()
-        if lines:
-            message = json.loads(lines[-1])
-            # The time at which the process ended, not that of this call, which may come a long step later.
-            self.seconds = max(0.0, message["ended"] - self._began)
-            return str(message["told"])
+        self._process.wait()
         self._log.seek(0)
         last = self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()
+        self._finalizer()
+        if lines:
+            return str(json.loads(lines[-1]))
         return f"it ended with code {self._process.returncode}: {last[-1] if last else 'without a word'}"
 
     def cancel(self) -> None:
@@ -136,42 +108,35 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of the process: compile the request in the first file into the second folder."""
+    """Entry point of the process: compile the requests in the first file into the second folder."""
     _end_with_parent()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     # Only the answer goes to the pipe: what other code prints goes to the log.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    outcome = _carried_out(json.loads(Path(arguments[0]).read_text()), Path(arguments[1]))
-    answer.write(json.dumps({"told": outcome, "ended": time.time()}) + "\n")
+    folder = Path(arguments[1])
+    outcomes = (_carried_out(content, folder) for content in json.loads(Path(arguments[0]).read_text()))
+    answer.write(json.dumps(next(filter(None, outcomes), "")) + "\n")
     answer.flush()
     # Skip torch's cleanup at exit.
     os._exit(0)
 
 
 def _carried_out(content: dict[str, Any], folder: Path) -> str:
-    """Compile the order into ``folder``. Return ``done``, or the reason for the failure."""
+    """Compile a request into ``folder``. Return an empty string, or the reason for the failure."""
     # Imported late: the process that only starts jobs does not need these modules here.
     from hfusion.step import program_cache
-    from hfusion.step.compile_limits import Unprofitable
     from hfusion.step.compile_request import read_request
-    from hfusion.step.compiled_step import Library, compile_programs
+    from hfusion.step.compiled_step import compile_program
 
-    compile_request = CompileRequest(content)
     try:
-        with read_request(content) as step:
-            compile_programs(step.forward, step.loss, step.call, Library(), None, step.size, compile_request, folder)
-    except Unprofitable:
-        # `compile_programs` has cached the decision and its reason.
-        pass
+        with read_request(content) as source:
+            result = compile_program(source)
     except Exception as error:
         return error_text(error)
-    return (
-        "done"
-        if program_cache.find(compile_request, folder) is not None
-        else "what inductor made of it cannot be handed over"
-    )
+    kept = program_cache.keep(CompileRequest(content), result, folder)
+    return "" if kept else "what inductor made of it cannot be handed over"
 
 
 def _end_with_parent() -> None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from hfusion.capture.dynamic_sizes import recurrent
+from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.bound_program import BoundProgram, Location
-from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.differences import distance, norm
 from hfusion.core.member_random import draws_random, new_seeds
 from hfusion.core.program import describe_value
@@ -25,11 +24,8 @@ from hfusion.device.backend import random_states_kept
 from hfusion.device.team import Team
 from hfusion.ops.rule import hint
 from hfusion.passes.align import scalars
-from hfusion.step import program_cache
-from hfusion.step.compile_limits import TooManyOperators, Unprofitable, check_open, check_operators
-from hfusion.step.compile_request import CompileRequest, write_request
-from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
-from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows, written_inputs
+from hfusion.step.program_cache import BlockProgram, NoProgram
+from hfusion.step.step_graph import StepCall, StepGraph, StepSource, Tensors, captured_dims, trace, written_inputs
 from hfusion.torch_private.cpp_block_entry import with_row_entries
 from hfusion.torch_private.cpp_entry import entry_of
 from hfusion.torch_private.inductor_patches import quick_inductor
@@ -40,9 +36,14 @@ from hfusion.torch_private.tracer_warnings import silence_tracers
 MAX_LOOPED_CALLS = 16
 # The most programs of one step, if members differ in scalars.
 MAX_KINDS = 4
+# The most operators of one program: Inductor takes about 0.1 s per operator on two cores.
+MAX_OPERATORS = 4000
+# In training, oneDNN's kernel returns an undefined tensor, on which Inductor's code fails when it runs.
+_NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
 
-Run: TypeAlias = Callable[..., Sequence[Tensor]]
+class Unprofitable(Exception):
+    """A step should not be compiled, because it does not pay or would fail; the message gives the reason."""
 
 
 class StepProgram(Protocol):
@@ -60,46 +61,16 @@ class StepProgram(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class FusedStep:
-    """One program for all members. ``params``: all parameters, including those without a gradient."""
-
-    graph: StepGraph | KeptGraph
-    run: Run
-    tensors: Tensors
-    params: tuple[Location, ...]
-    team: Team | None = None
-
-    @property
-    def operators(self) -> Sequence[Any]:
-        return self.graph.operators
-
-    @property
-    def how(self) -> str:
-        return f"one program of {len(self.operators)} operators"
-
-    def fits(self, call: StepCall) -> bool:
-        return self.graph.fits(call.batch())
-
-    def step(self, call: StepCall) -> Tensor:
-        clear(self.params)
-        tensors = self.tensors.all()
-        with torch.no_grad():
-            seeds = [new_seeds(self.tensors.members)] if self.graph.seeded else []
-            losses, *grads = self.run(*tensors, *call.batch(), *seeds)
-        for index, grad in zip(self.graph.trained, grads, strict=True):
-            tensors[index].grad = grad
-        return losses
-
-
-@dataclass(frozen=True, eq=False)
-class PerMemberStep:
+class BlocksStep:
     """One program for every kind of block of ``size`` members, called once per block; block k runs ``kinds[k]``.
 
     The last block may be smaller. Blocks of idle members are skipped: their losses are NaN, their gradients 0.
+
+    Attributes:
+        params: all parameters, including those without a gradient.
     """
 
-    graphs: tuple[StepGraph | KeptGraph, ...]
-    runs: tuple[Run, ...]
+    programs: tuple[BlockProgram, ...]
     kinds: tuple[int, ...]
     size: int
     tensors: Tensors
@@ -108,12 +79,14 @@ class PerMemberStep:
 
     @property
     def operators(self) -> Sequence[Any]:
-        return [operator for graph in self.graphs for operator in graph.operators]
+        return [operator for program in self.programs for operator in program.graph.operators]
 
     @property
     def how(self) -> str:
-        count = len(self.graphs[0].operators)
-        programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
+        count = len(self.programs[0].graph.operators)
+        programs = "one program" if len(self.programs) == 1 else f"{len(self.programs)} programs"
+        if len(self.kinds) == 1:
+            return f"{programs} of {count} operators"
         sizes = list(dict.fromkeys(len(rows) for rows in self.blocks))
         unit = "member" if self.size == 1 else f"{self.size}" if len(sizes) == 1 else "block"
         subject = "a member" if self.size == 1 else f"{' and '.join(map(str, sizes))} members"
@@ -122,46 +95,60 @@ class PerMemberStep:
     @property
     def seeded(self) -> bool:
         """True if its programs take seeds for random numbers."""
-        return self.graphs[0].seeded
+        return self.programs[0].graph.seeded
 
     @property
     def trained(self) -> tuple[int, ...]:
         """The indices of the tensors that get a gradient."""
-        return self.graphs[0].trained
+        return self.programs[0].graph.trained
 
     @property
     def blocks(self) -> list[range]:
         """The members of each block."""
-        return blocks_of(self.members, self.size)
-
-    @property
-    def members(self) -> int:
-        return self.tensors.members
+        return blocks_of(self.tensors.members, self.size)
 
     def fits(self, call: StepCall) -> bool:
-        firsts = [self.kinds.index(kind) for kind in range(len(self.graphs))]
         blocks = self.blocks
-        pairs = zip(self.graphs, firsts, strict=True)
-        return all(graph.fits(call.of_rows(blocks[first]).batch()) for graph, first in pairs)
+        firsts = (blocks[self.kinds.index(kind)] for kind in range(len(self.programs)))
+        pairs = zip(self.programs, firsts, strict=True)
+        return all(program.graph.fits(call.of_rows(rows).batch()) for program, rows in pairs)
 
     def step(self, call: StepCall) -> Tensor:
         clear(self.params)
         tensors = self.tensors.all()
-        pairs = [*zip(tensors, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
-        if self.seeded:
-            pairs.append((new_seeds(self.members), True))
-        columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
+        batch = [*call.batch(), *([new_seeds(self.tensors.members)] if self.seeded else [])]
+        if len(self.kinds) == 1:
+            with torch.no_grad():
+                losses, *grads = self.programs[0].run(*tensors, *batch)
+        else:
+            losses, grads = self._blocks_in_turn(call, tensors, batch)
+        for index, grad in zip(self.trained, grads, strict=True):
+            tensors[index].grad = grad
+        return losses
+
+    def _blocks_in_turn(
+        self, call: StepCall, tensors: Sequence[Tensor], batch: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the losses, and the gradients of the trained tensors."""
+        stacked = [*self.tensors.stacked, *call.stacked, *[True] * self.seeded]
+        pairs = zip((*tensors, *batch), stacked, strict=True)
+        columns = [t.detach().split(self.size) if s else (t,) * len(self.kinds) for t, s in pairs]
         active = call.wants(self.blocks)
-        grads = [self._room(tensors[k], self.tensors.stacked[k] and all(active)) for k in self.trained]
-        losses: list[Tensor] = []
+        stacks = [k for k, index in enumerate(self.trained) if stacked[index]]
+        # Gradients that blocks overwrite completely need not be zeroed.
+        grads = [
+            (torch.empty_like if stacked[index] and all(active) else torch.zeros_like)(
+                tensors[index].detach(), memory_format=torch.contiguous_format
+            )
+            for index in self.trained
+        ]
+        losses: list[Tensor | None] = []
 
         def take(rows: range, block_losses: Tensor, *block_grads: Tensor) -> None:
             losses.append(block_losses)
-            stacks = [k for k, index in enumerate(self.trained) if self.tensors.stacked[index]]
             if stacks:
-                torch._foreach_copy_(
-                    [grads[k][rows.start : rows.stop] for k in stacks], [block_grads[k] for k in stacks]
-                )
+                mine = [grads[k][rows.start : rows.stop] for k in stacks]
+                torch._foreach_copy_(mine, [block_grads[k] for k in stacks])
             for k in set(range(len(grads))).difference(stacks):
                 grads[k] += block_grads[k]
 
@@ -169,30 +156,14 @@ class PerMemberStep:
             # The gradients of a block are freed before the next one runs.
             for rows, kind, w, inputs in zip(self.blocks, self.kinds, active, zip(*columns, strict=True), strict=True):
                 if w:
-                    take(rows, *self.runs[kind](*inputs))
+                    take(rows, *self.programs[kind].run(*inputs))
                 else:
-                    losses.append(torch.full((len(rows),), torch.nan, device="cpu"))
-        for index, grad in zip(self.trained, grads, strict=True):
-            tensors[index].grad = grad
-        computed = next(block_losses for block_losses, w in zip(losses, active, strict=True) if w)
-        return torch.cat([block_losses.to(computed) for block_losses in losses])
-
-    @staticmethod
-    def _room(tensor: Tensor, filled: bool) -> Tensor:
-        """Allocate a gradient; ``filled``: all of it will be overwritten, so it need not be zeroed."""
-        allocate = torch.empty_like if filled else torch.zeros_like
-        return allocate(tensor.detach(), memory_format=torch.contiguous_format)
-
-
-@dataclass(eq=False)
-class Library:
-    """Cache of the programs of blocks, which arrays with any number of members share.
-
-    ``count``: how many programs were compiled, including those of whole arrays.
-    """
-
-    blocks: dict[Any, tuple[StepGraph | KeptGraph, Run]] = field(default_factory=dict)
-    count: int = 0
+                    losses.append(None)
+        some = next(block_losses for block_losses in losses if block_losses is not None)
+        pairs_of_rows = zip(self.blocks, losses, strict=True)
+        return torch.cat(
+            [some.new_full((len(rows),), torch.nan) if x is None else x for rows, x in pairs_of_rows]
+        ), grads
 
 
 def clear(params: Sequence[Location]) -> None:
@@ -201,132 +172,50 @@ def clear(params: Sequence[Location]) -> None:
         holder[name].grad = None
 
 
-def compile_request_for(
-    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any, always: bool
-) -> CompileRequest | None:
-    """Return the request that identifies a step on disk and in other processes; None if it has none.
+@dataclass(frozen=True, eq=False)
+class StepBlocks:
+    """The programs that a step takes: block k of ``size`` members runs the program of ``sources[kinds[k]]``."""
 
-    ``size``: members per program, which arrays with other numbers of members can share; None for all.
-    ``autocast``: the active autocast. ``always``: return a request even if programs are not cached on disk.
-    """
-    is_kept = always or program_cache.keeping()
-    if not is_kept or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
-        return None
-    try:
-        return write_request(forward, loss, call, size, autocast)
-    except Unwritable:
-        return None
+    sources: tuple[StepSource, ...]
+    kinds: tuple[int, ...]
+    size: int
 
+    @property
+    def loops(self) -> bool:
+        """True if a program of several members calls operators of single members."""
+        return self.size > 1 and self.sources[0].forward.looped_calls > 0
 
-def compile_programs(
-    forward: BoundProgram,
-    loss: BoundProgram,
-    call: StepCall,
-    library: Library,
-    kind: Any,
-    size: int | None,
-    compile_request: CompileRequest | None = None,
-    folder: Path | None = None,
-) -> StepPrograms:
-    """Trace and compile the programs for calls like ``call``, and cache them on disk if there is an ``order``.
+    @staticmethod
+    def of(forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None) -> StepBlocks:
+        """Divide a step into blocks of ``size`` members; None for all. Loops over many calls take one at a time.
 
-    ``kind``: what a program depends on in addition to forward and loss. ``size``: see `compile_request_for`.
+        Raises Unprofitable if it should not be compiled.
+        """
+        if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
+            raise Unprofitable(
+                "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
+                "varies; give one length, padded, to have it compiled"
+            )
+        members = forward.compiled.program.members
+        if size is None or size >= members:
+            blocks = StepBlocks((StepSource.of(forward, loss, call),), (0,), members)
+        else:
+            if why := too_many_kinds(forward, loss, size):
+                raise Unprofitable(why)
+            ranges = blocks_of(members, size)
+            differing = [scalars_of(forward, loss, rows) for rows in ranges]
+            kinds = list(dict.fromkeys(differing))
+            firsts = [ranges[differing.index(kind)] for kind in kinds]
+            sources = tuple(StepSource.of(forward, loss, call, rows) for rows in firsts)
+            blocks = StepBlocks(sources, tuple(map(kinds.index, differing)), size)
+        if blocks.size > 1 and blocks.sources[0].forward.looped_calls > MAX_LOOPED_CALLS:
+            return StepBlocks.of(forward, loss, call, 1)
+        return blocks
 
-    Raises:
-        Unprofitable: compilation would not pay.
-        Exception: any error of tracing or compiling.
-    """
-    try:
-        programs = _compile(forward, loss, call, library, kind, size)
-    except Unprofitable as error:
-        if compile_request is not None:
-            program_cache.keep(compile_request, NoProgram(str(error)), folder)
-        raise
-    if compile_request is not None:
-        program_cache.keep(compile_request, programs, folder)
-    return programs
-
-
-def _compile(
-    forward: BoundProgram, loss: BoundProgram, call: StepCall, library: Library, kind: Any, size: int | None
-) -> StepPrograms:
-    if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
-        raise Unprofitable(
-            "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
-            "varies; give one length, padded, to have it compiled"
-        )
-    tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
-    looped = (forward if size is None else bound_rows(forward, range(min(size, members)))).looped_calls
-    if looped > MAX_LOOPED_CALLS:
-        size = 1
-    try:
-        if size is not None:
-            return compile_blocks(forward, loss, call, tensors, library, kind, min(size, members))
-        graph = trace(forward, loss, call)
-        check_open(graph, forward, loss, call)
-        check_operators(graph)
-    except TooManyOperators:
-        # Some calls are many operators, such as a recurrent layer's.
-        if not looped or size == 1:
-            raise
-        return compile_blocks(forward, loss, call, tensors, library, kind, 1)
-    library.count += 1
-    return StepPrograms((graph,), (build(graph, tensors.all(), call.batch()),))
-
-
-def step_of(
-    programs: StepPrograms,
-    forward: BoundProgram,
-    loss: BoundProgram,
-    call: StepCall,
-    places: Sequence[Location],
-    library: Library,
-    kind: Any,
-) -> FusedStep | PerMemberStep:
-    """Return the step that runs compiled programs. Programs of blocks are added to ``library``."""
-    params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
-    tensors = Tensors.of(forward, loss)
-    if programs.size is None:
-        return FusedStep(programs.graphs[0], programs.runs[0], tensors, params)
-    ranges = blocks_of(forward.compiled.program.members, programs.size)
-    for number in set(programs.kinds):
-        rows = ranges[programs.kinds.index(number)]
-        block_tensors, its_call = tensors.of_rows(rows), call.of_rows(rows)
-        key = _block_key(forward, loss, scalars_of(forward, loss, rows), block_tensors, its_call, programs.size, kind)
-        library.blocks.setdefault(key, (programs.graphs[number], programs.runs[number]))
-    return PerMemberStep(programs.graphs, programs.runs, programs.kinds, programs.size, tensors, params)
-
-
-def compile_blocks(
-    forward: BoundProgram,
-    loss: BoundProgram,
-    call: StepCall,
-    tensors: Tensors,
-    library: Library,
-    kind: Any,
-    size: int,
-) -> StepPrograms:
-    """Return one program per kind of block of ``size`` members. Raises the errors of `compile_programs`."""
-    ranges = blocks_of(forward.compiled.program.members, size)
-    blocks = [scalars_of(forward, loss, rows) for rows in ranges]
-    kinds = list(dict.fromkeys(blocks))
-    if why := too_many_kinds(forward, loss, size):
-        raise Unprofitable(why)
-    entries = []
-    for block_scalars in kinds:
-        rows = ranges[blocks.index(block_scalars)]
-        block_tensors, its_call = tensors.of_rows(rows), call.of_rows(rows)
-        key = _block_key(forward, loss, block_scalars, block_tensors, its_call, size, kind)
-        entry = library.blocks.get(key)
-        if entry is None or not entry[0].fits(its_call.batch()):
-            graph = trace_rows(forward, loss, call, rows)
-            check_open(graph, forward, loss, call)
-            check_operators(graph)
-            library.count += 1
-            entry = library.blocks[key] = graph, build(graph, block_tensors, its_call.batch())
-        entries.append(entry)
-    graphs, runs = zip(*entries, strict=True)
-    return StepPrograms(graphs, runs, size, tuple(map(kinds.index, blocks)))
+    def step(self, programs: Sequence[BlockProgram], places: Sequence[Location]) -> BlocksStep:
+        """Return the step that runs ``programs``. ``places``: the array's tensors."""
+        params = tuple((holder, name) for holder, name in places if isinstance(holder[name], torch.nn.Parameter))
+        return BlocksStep(tuple(programs), self.kinds, self.size, self.sources[0].tensors, params)
 
 
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
@@ -338,38 +227,46 @@ def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
     return f"{why}; at most {MAX_KINDS} are worth it" if count > MAX_KINDS else ""
 
 
-def _block_key(
-    forward: BoundProgram,
-    loss: BoundProgram,
-    block_scalars: Any,
-    tensors: Sequence[Tensor],
-    call: StepCall,
-    size: int,
-    kind: Any,
-) -> Any:
-    """Return the key of a block's program in a `Library`."""
-    return _origin(forward), _origin(loss), block_scalars, size, kind, traits(tensors), traits(call.batch())
-
-
-def _origin(source: BoundProgram) -> Any:
-    """Return a key that is equal for programs of one capture, and for equal captures without state of their own.
-
-    A loss may have been captured several times, for arrays with other numbers of members.
-    """
-    compiled = source.compiled
-    has_state = compiled.constants or compiled.opaque or any(scalars(compiled.graph))
-    return compiled.origin if has_state else str(compiled.graph)
-
-
-def traits(tensors: Sequence[Tensor]) -> Any:
-    """Return the properties of tensors that a program assumes, except its dynamic sizes."""
-    return tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)
-
-
 def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
     """Return, for each of ``rows``, the scalars in which members differ; equal blocks share a program."""
     values = [v for compiled in (forward.compiled, loss.compiled) for v in scalars(compiled.graph)]
     return tuple(tuple(repr(per_member[member]) for per_member in values) for member in rows)
+
+
+def compile_program(source: StepSource) -> BlockProgram | NoProgram:
+    """Trace and compile the program of ``source``, or return why that would not pay.
+
+    Raises any error of tracing or compiling.
+    """
+    graph = trace(source)
+    if why := _not_worth_it(graph, source):
+        return NoProgram(why)
+    return BlockProgram(graph, build(graph, source.values, source.call.batch()))
+
+
+def _not_worth_it(graph: StepGraph, source: StepSource) -> str:
+    """Return why Inductor should not compile ``graph``; empty if it should."""
+    call, dynamic_dims = source.call, captured_dims(source.forward, source.loss, source.call)
+    # If only the target's sizes vary, the other sizes may come from other arrays that use the same loss.
+    if any(dims - {0} for dims in dynamic_dims[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
+        rows = zip(dynamic_dims, call.stacked, graph.dims, call.batch(), strict=True)
+        specialized = [
+            f"dim {dim} of {tensor.dtype} {list(tensor.shape)}"
+            for dims, stacked, remaining, tensor in rows
+            for dim in sorted(dim + stacked for dim in dims if dim)
+            if dim not in remaining
+        ]
+        if specialized:
+            return (
+                f"its sizes vary, and a program would hold for one size only of {' and of '.join(specialized)}, "
+                "which an operator needs to know"
+            )
+    operators = graph.operators
+    if refused := sorted(str(operator) for operator in _NOT_COMPILED & set(operators)):
+        return f"inductor cannot call {', '.join(refused)}, by which recurrent layers run"
+    if len(operators) > MAX_OPERATORS:
+        return f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}"
+    return ""
 
 
 # Compile the graph of a step with Inductor, and check the program.
@@ -415,47 +312,18 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
         if entry is None:
             return run
 
-        def rerun_program(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
-            with random_states_kept():
-                return _results(call, fresh(), batch)
-
         # Without torch's wrappers, the program must give the same bits.
-        difference = _difference(graph, rerun_program(entry), results)
-        repeats = not difference or not _difference(graph, rerun_program(run), results)
-    if not difference:
+        with random_states_kept():
+            direct = _results(entry, fresh(), batch)
+    if all(map(_same_bits, direct, results)):
         return entry
-    warnings.warn(_fallback(difference, repeats), stacklevel=2)
+    warnings.warn(
+        "a compiled step runs through torch's wrappers, in one part, exact but slower: called directly, its program "
+        "gave other bits. If torch.use_deterministic_algorithms(True) names an operator, that sums in no fixed order; "
+        "otherwise report it with the versions of torch and of the C++ compiler",
+        stacklevel=2,
+    )
     return run
-
-
-def _fallback(difference: str, repeats: bool) -> str:
-    """Return the warning for a program that needs torch's wrappers; ``repeats``: whether with them its bits repeat."""
-    why = (
-        f"called past torch's wrappers, its program gives {difference}"
-        if repeats
-        else f"its program gives other bits each time, such as {difference}; an operator in it sums in no fixed order"
-    )
-    remedy = (
-        "report it with the versions of torch and of the C++ compiler"
-        if repeats
-        else "torch.use_deterministic_algorithms(True) names the operator"
-    )
-    return f"a compiled step runs through torch's wrappers, in one part, exact but slower: {why}; {remedy}"
-
-
-def _difference(graph: StepGraph, results: Sequence[Tensor], references: Sequence[Tensor]) -> str:
-    """Describe the first difference between results of a step; empty if all bits are equal."""
-    for name, actual, expected in zip(result_names(graph, len(results)), results, references, strict=True):
-        if _same_bits(actual, expected):
-            continue
-        kinds = [
-            f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (actual, expected)
-        ]
-        if kinds[0] != kinds[1]:
-            return f"{name} as {kinds[0]} instead of {kinds[1]}"
-        index = tuple(((actual != expected) & ((actual == actual) | (expected == expected))).nonzero()[0].tolist())
-        return f"{actual[index].item()!r} instead of {expected[index].item()!r} in {name}, {kinds[0]}, at {list(index)}"
-    return ""
 
 
 def _results(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Compiled steps in the user's cache folder, so that a second process neither traces nor compiles them.
 
-The key of a step is its order, which describes the step completely, and its environment: versions, processor,
+The key of a program is its request, which describes it completely, and its environment: versions, processor,
 environment variables. Files carry a digest, and `hfusion.device.cache` rejects those that another user could have
 written. A JSON file next to the libraries describes when they are valid; only the libraries contain code.
 
@@ -16,18 +16,19 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfusion.core import errors
 from hfusion.core.guards import Assumptions
-from hfusion.device.cache import cache_folder, read_sealed, write_sealed
+from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed
 from hfusion.device.native import load_copy, processor
 from hfusion.step.compile_request import CompileRequest
 from hfusion.step.step_graph import StepGraph
@@ -51,17 +52,11 @@ class KeptGraph:
         return self.assumed.hold([tensor.shape for tensor in batch])
 
 
-@dataclass(frozen=True, eq=False)
-class StepPrograms:
-    """The programs of a step: one for all members if ``size`` is None, else for blocks of ``size`` members.
+class BlockProgram(NamedTuple):
+    """A traced step of some members, or what is kept of it, and the function that Inductor made of it."""
 
-    Block k runs program ``kinds[k]``.
-    """
-
-    graphs: tuple[StepGraph | KeptGraph, ...]
-    runs: tuple[Callable[..., Sequence[Tensor]], ...]
-    size: int | None = None
-    kinds: tuple[int, ...] = (0,)
+    graph: StepGraph | KeptGraph
+    run: Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -71,18 +66,33 @@ class NoProgram:
     why: str
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds per step."""
+
+    compiled: float
+    eager: float
+
+    @property
+    def eager_wins(self) -> bool:
+        """True if eager steps are clearly faster than compiled ones: a ratio closer to 1 may be noise."""
+        return self.compiled > 1.03 * self.eager
+
+    def __str__(self) -> str:
+        return f"measured: compiled {1e3 * self.compiled:.3g} ms, eager {1e3 * self.eager:.3g} ms"
+
+
 def keeping() -> bool:
     """Return whether programs are cached on disk."""
     enabled = os.environ.get("HFUSION_PROGRAMS") != "0"
     return enabled and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
-def find(compile_request: CompileRequest, folder: Path | None = None) -> StepPrograms | NoProgram | None:
+def find(compile_request: CompileRequest) -> BlockProgram | NoProgram | None:
     """Return the cached result of a request; None if there is none, or, with a UserWarning, if it is unusable."""
-    path = _path(compile_request, folder or cache_folder())
+    path = _path(compile_request, cache_folder())
     try:
-        description = json.loads(read_sealed(path))
-        return _read(description, path)
+        return _read(json.loads(read_sealed(path)), path)
     except FileNotFoundError:
         return None
     except (OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -91,7 +101,7 @@ def find(compile_request: CompileRequest, folder: Path | None = None) -> StepPro
         return None
 
 
-def keep(compile_request: CompileRequest, result: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
+def keep(compile_request: CompileRequest, result: BlockProgram | NoProgram, folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
     path = _path(compile_request, folder or cache_folder())
     try:
@@ -110,53 +120,62 @@ def keep(compile_request: CompileRequest, result: StepPrograms | NoProgram, fold
     return True
 
 
+def find_times(key: Sequence[Any]) -> StepTimes | None:
+    """Return the kept times of a step, so that later processes decide as this one did; None if there are none."""
+    try:
+        kept = json.loads(read_sealed(_times_path(key)))
+        return StepTimes(*(number(kept[name], 1e-9, 1e6) for name in ("compiled", "eager")))
+    except (OSError, LookupError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def keep_times(key: Sequence[Any], times: StepTimes) -> None:
+    """Keep the times of a step for later processes, if the cache can be written."""
+    with suppress(OSError):
+        write_sealed(_times_path(key), json.dumps(asdict(times)).encode())
+
+
+def _times_path(key: Sequence[Any]) -> Path:
+    description = json.dumps([circumstances(), *key], sort_keys=True)
+    return cache_folder() / f"{_PREFIX}{hashlib.sha256(description.encode()).hexdigest()[:32]}-eager.json"
+
+
 def _path(compile_request: CompileRequest, folder: Path) -> Path:
     return folder / f"{_PREFIX}{compile_request.key(circumstances())[:32]}.json"
 
 
-def _write(programs: StepPrograms, path: Path) -> dict[str, Any] | None:
-    """Write the description of programs and store their libraries; None if a program has no library."""
-    rows = []
-    for index, (graph, run) in enumerate(zip(programs.graphs, programs.runs, strict=True)):
-        if not isinstance(run, NativeEntry):
-            return None
-        try:
-            assumed = graph.guards.assumptions() if isinstance(graph, StepGraph) else graph.assumed
-        except (ValueError, SyntaxError):
-            return None
-        write_sealed(_library(path, index), run.content)
-        rows.append(
-            {
-                "trained": list(graph.trained),
-                "operators": list(map(str, graph.operators)),
-                "seeded": graph.seeded,
-                "sizes": assumed.sizes,
-                "code": assumed.code,
-                "takes": run.takes,
-                "library": hashlib.sha256(run.content).hexdigest(),
-            }
-        )
-    return {"programs": rows, "size": programs.size, "kinds": list(programs.kinds)}
+def _write(program: BlockProgram, path: Path) -> dict[str, Any] | None:
+    """Store the library of a program, and return its description; None if it has no library."""
+    graph, run = program
+    if not isinstance(run, NativeEntry):
+        return None
+    try:
+        assumed = graph.guards.assumptions() if isinstance(graph, StepGraph) else graph.assumed
+    except (ValueError, SyntaxError):
+        return None
+    write_sealed(path.with_suffix(".so"), run.content)
+    return {
+        "trained": list(graph.trained),
+        "operators": list(map(str, graph.operators)),
+        "seeded": graph.seeded,
+        "sizes": assumed.sizes,
+        "code": assumed.code,
+        "takes": run.takes,
+        "library": hashlib.sha256(run.content).hexdigest(),
+    }
 
 
-def _read(description: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
-    if "refused" in description:
-        return NoProgram(str(description["refused"]))
-    graphs, runs = [], []
-    for index, row in enumerate(description["programs"]):
-        assumed = Assumptions.read(row["sizes"], row["code"])
-        graphs.append(KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"]))
-        content = read_sealed(_library(path, index))
-        if hashlib.sha256(content).hexdigest() != row["library"]:
-            raise ValueError("its library is of another step")
-        # Python loads extension modules of this suffix only.
-        module = _library(path, index).with_suffix(EXTENSION_SUFFIXES[-1])
-        runs.append(NativeEntry(content, row["takes"], load_copy(content, module, load_function)))
-    return StepPrograms(tuple(graphs), tuple(runs), description["size"], tuple(description["kinds"]))
-
-
-def _library(path: Path, index: int) -> Path:
-    return path.with_name(f"{path.stem}-{index}.so")
+def _read(row: Mapping[str, Any], path: Path) -> BlockProgram | NoProgram:
+    if "refused" in row:
+        return NoProgram(str(row["refused"]))
+    assumed = Assumptions.read(row["sizes"], row["code"])
+    graph = KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"])
+    content = read_sealed(path.with_suffix(".so"))
+    if hashlib.sha256(content).hexdigest() != row["library"]:
+        raise ValueError("its library is of another step")
+    # Python loads extension modules of this suffix only.
+    module = path.with_suffix(EXTENSION_SUFFIXES[-1])
+    return BlockProgram(graph, NativeEntry(content, row["takes"], load_copy(content, module, load_function)))
 
 
 def _make_room(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfusion.device.backend import backend
 from hfusion.device.recordings import MAX_RECORDED, Recordings
-from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram
+from hfusion.step.compiled_step import BlocksStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled
 
 Work: TypeAlias = Callable[[], Tensor]
@@ -39,7 +39,7 @@ class RecordedStep:
     Calls that cannot be recorded run unrecorded. ``record``: the recorder, or the reason why nothing can be recorded.
     """
 
-    def __init__(self, program: FusedStep | PerMemberStep, device: torch.device, record: Record | str) -> None:
+    def __init__(self, program: BlocksStep, device: torch.device, record: Record | str) -> None:
         self._program = program
         self._device = device
         self._record = record
@@ -109,7 +109,7 @@ class RecordedStep:
             holder[name].grad = grad
 
 
-def _obstacle(program: FusedStep | PerMemberStep) -> str:
+def _obstacle(program: BlocksStep) -> str:
     """Return why a program cannot be recorded: an operator whose values the host must read. Empty if there is none."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for operator in program.operators:
@@ -118,7 +118,7 @@ def _obstacle(program: FusedStep | PerMemberStep) -> str:
     return ""
 
 
-def recorded(program: FusedStep | PerMemberStep) -> StepProgram:
+def recorded(program: BlocksStep) -> StepProgram:
     """Return ``program`` itself on the host, else a `RecordedStep`, which records it or reports why it cannot."""
     devices = sorted({tensor.device for tensor in program.tensors.all()}, key=str)
     if len(devices) > 1:

@@ -193,21 +193,29 @@ def block(tensor: Tensor, rows: range) -> Tensor:
     return tensor.detach()[rows.start : rows.stop].requires_grad_(tensor.requires_grad)
 
 
-def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> StepGraph:
-    """Trace the step of the whole array for calls like ``call``. Dims that are dynamic in its programs stay dynamic.
+@dataclass(frozen=True, eq=False)
+class StepSource:
+    """Forward and loss of all members, or of some, and a call like those that a step of these members serves.
 
-    An active autocast applies to forward and loss; backward follows their dtypes. Raises ProgramMismatch if the
-    programs are not valid for the sizes of this call, and any error of tracing.
+    Attributes:
+        tensors: the tensors of the whole array, to which the programs are bound.
+        values: the tensors, or the rows of them, that the step takes.
     """
-    tensors = Tensors.of(forward, loss)
-    return _trace(forward, loss, tensors, tensors.all(), call)
 
+    forward: BoundProgram
+    loss: BoundProgram
+    call: StepCall
+    tensors: Tensors
+    values: Sequence[Tensor]
 
-def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> StepGraph:
-    """Trace the step of the members ``rows`` as `trace` does; it takes their rows of tensors and inputs."""
-    tensors = Tensors.of(forward, loss)
-    its_forward, its_loss = (bound_rows(source, rows) for source in (forward, loss))
-    return _trace(its_forward, its_loss, tensors, tensors.of_rows(rows), call.of_rows(rows))
+    @staticmethod
+    def of(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range | None = None) -> StepSource:
+        """Return the source for the members ``rows``; None for all."""
+        tensors = Tensors.of(forward, loss)
+        if rows is None:
+            return StepSource(forward, loss, call, tensors, tensors.all())
+        its_forward, its_loss = (bound_rows(source, rows) for source in (forward, loss))
+        return StepSource(its_forward, its_loss, call.of_rows(rows), tensors, tensors.of_rows(rows))
 
 
 def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
@@ -216,15 +224,18 @@ def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
     return replace(source, compiled=compiled)
 
 
-def _trace(
-    forward: BoundProgram, loss: BoundProgram, tensors: Tensors, traced_tensors: Sequence[Tensor], call: StepCall
-) -> StepGraph:
-    """Trace the step with ``traced_tensors`` in place of the array's ``tensors``."""
+def trace(source: StepSource) -> StepGraph:
+    """Trace the step of ``source`` for calls like its own. Dims that are dynamic in its programs stay dynamic.
+
+    An active autocast applies to forward and loss; backward follows their dtypes. Raises ProgramMismatch if the
+    programs are not valid for the sizes of this call, and any error of tracing.
+    """
     # Imported late: it imports sympy.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    forward, loss, call, tensors = source.forward, source.loss, source.call, source.tensors
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fake_tensors = [mode.from_tensor(tensor, static_shapes=True) for tensor in traced_tensors]
+    fake_tensors = [mode.from_tensor(tensor, static_shapes=True) for tensor in source.values]
     count = len(fake_tensors)
     batch = [
         _fake(mode, k, leaf, dims)
@@ -234,8 +245,8 @@ def _trace(
     trained = [k for k, fake in enumerate(fake_tensors) if fake.requires_grad]
     ids = [id(holder[name]) for holder, name in tensors.tensor_refs]
     rows, seeds = forward.compiled.program.members, []
-    nodes = [node for source in (forward, loss) for node in source.compiled.graph.nodes]
-    if all(tensor.device.type == "cpu" for tensor in traced_tensors) and any(map(draws_numbers, nodes)):
+    nodes = [node for program in (forward, loss) for node in program.compiled.graph.nodes]
+    if all(tensor.device.type == "cpu" for tensor in source.values) and any(map(draws_numbers, nodes)):
         seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64, device="cpu"), static_shapes=True)]
     reached: list[int] = []
 
@@ -250,9 +261,9 @@ def _trace(
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(inputs, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
-    with silence_tracers(), torch.enable_grad(), _attention(traced_tensors), mode, enable_python_dispatcher():
+    with silence_tracers(), torch.enable_grad(), _attention(source.values), mode, enable_python_dispatcher():
         # Each was measured to be faster on a CPU; they are untested on other devices.
-        decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if traced_tensors[0].is_cpu else ({}, ())
+        decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if source.values[0].is_cpu else ({}, ())
         module = make_fx(step, decomposition_table=dict(decompositions))(*fake_tensors, *batch, *seeds)
         for rewrite in rewrites:
             before, module = module, rewrite(module)

@@ -15,10 +15,9 @@ from hfusion.array.module import FusedModule
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core import html
 from hfusion.core.membership import is_own_hook
-from hfusion.step.block_partition import BlockPartition, drawing
-from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compile_worker import BackgroundJob
 from hfusion.step.compiled_step import StepProgram
+from hfusion.step.parallel_blocks import BlockPartition, drawing
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.dynamo_state import TensorGuards, tensor_guards
@@ -98,15 +97,7 @@ class Compiling:
     """Steps run by autograd while another process compiles a program for calls like ``call``."""
 
     job: BackgroundJob
-    compile_request: CompileRequest
     call: StepCall
-
-
-@dataclass(frozen=True, eq=False)
-class Deferred:
-    """The program is ready, but steps run by autograd until it is due."""
-
-    program: StepProgram
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +115,7 @@ class Refused:
     by_choice: bool = False
 
 
-ProgramState: TypeAlias = Eager | Compiling | Deferred | InUse | Refused
+ProgramState: TypeAlias = Eager | Compiling | InUse | Refused
 
 
 @dataclass(eq=False)
@@ -139,8 +130,6 @@ class StepVariant:
     state: ProgramState = field(default_factory=Eager)
     partition: BlockPartition | None = None
     """How its program is divided into blocks, once that is decided."""
-    steps: int = 1
-    """Number of its calls so far."""
     seconds: float = 0.0
     """Seconds that its eager steps have taken, without the first, which captures."""
     note: str = ""
@@ -158,10 +147,11 @@ class StepVariant:
         """The reason why there will be no program; empty if there may be one."""
         return self.state.why if isinstance(self.state, Refused) else ""
 
-    @property
-    def pending(self) -> BackgroundJob | None:
-        """The compilation by another process while it lasts."""
-        return self.state.job if isinstance(self.state, Compiling) else None
+    def cancel(self) -> None:
+        """End the process that compiles its program, if there is one."""
+        if isinstance(self.state, Compiling):
+            self.state.job.cancel()
+            self.state = Eager()
 
     @property
     def most(self) -> int | None:

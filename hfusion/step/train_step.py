@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hfusion.array.function_program_cache import FunctionPrograms, programs_of
+from hfusion.array.function_program_cache import programs_of
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.capture.registered_tensors import tensors
@@ -30,7 +30,7 @@ from hfusion.core.membership import check_whole_stack
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
-from hfusion.step.compile_mode import Compile, CompileMode
+from hfusion.step.compile_mode import Compile, check_compile, check_parts
 from hfusion.step.compile_scheduler import ProgramMaker
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, StepPlans
@@ -75,12 +75,13 @@ class TrainStep:
         fused: FusedModule,
         loss_fn: Callable[..., Any],
         opt: Optimizer,
-        mode: CompileMode,
+        compile: Compile,
+        parts: int | str = "auto",
         memory: str | int | None = None,
     ) -> None:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
-        self._mode = mode
-        self._loss = PerModel(loss_fn, programs_of(fused) if mode.eager_steps is None else FunctionPrograms())
+        self._compile, self._parts = compile, parts
+        self._loss = PerModel(loss_fn, programs_of(fused))
         self._by_autograd = EagerStep(fused, self._loss)
         self.budget = None if memory is None else MemoryBudget(memory, fused, opt)
         # Reports a kind of calls that run eagerly, and the reason; callers may replace it.
@@ -103,7 +104,7 @@ class TrainStep:
         self._memory: dict[str, StepPlans] = {}
         self._warned: set[str] = set()
         self._trained = TrainedParameters(fused, opt)
-        self._maker = ProgramMaker(mode, self._variants, fused, self._losses_by_autograd)
+        self._maker = ProgramMaker(compile, parts, self._variants, fused, self._losses_by_autograd)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -113,23 +114,23 @@ class TrainStep:
     def prepare(self, inputs: Any, target: Any, **keywords: Any) -> PreparedStep:
         """Prepare a step, which may compile it. Pass the result to `run` once."""
         args, kwargs = call_arguments(inputs, keywords)
-        if not self._mode.compile and self.budget is None:
+        if self._compile is False and self.budget is None:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         block = compiled_block = None
         if self.budget is not None:
             plans = self._memory[call.text] = self.budget.plan(call.inputs)
             block, compiled_block = plans.eager.block, plans.compiled.block
-        if call.ragged or not self._mode.compile:
+        if call.ragged or self._compile is False:
             noun = "batches" if call.inputs.ragged else "targets"
-            why = f"members' {noun} have different sizes" if self._mode.compile else "compile=False"
+            why = f"members' {noun} have different sizes" if self._compile is not False else "compile=False"
             self._uncompiled[call.text] = CallReport(call.text, "eager", why)
             return PreparedStep(args, kwargs, target, block=block)
         situation = (
             self._fused._pattern(call.inputs),
             self._loss.state(),
             active_autocast(),
-            (self._mode.parts, block, compiled_block),
+            (self._parts, block, compiled_block),
         )
         variant = self._find(call, situation)
         if variant is None and call.text in self.expected_calls:
@@ -202,17 +203,17 @@ class TrainStep:
     @property
     def compilations(self) -> int:
         """Number of compiled programs."""
-        return self._maker.library.count
+        return self._maker.count
 
     def __repr__(self) -> str:
         name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
         parts = (self._fused._original, f"B={len(self._fused)}", name, type(self._optimizer).__name__)
-        lines = [f"train_step({', '.join(parts)}, compile={self._mode})", *map(str, self.report().rows)]
+        lines = [f"train_step({', '.join(parts)}, compile={self._compile})", *map(str, self.report().rows)]
         return "\n  ".join(lines)
 
     def report(self) -> StepReport:
         """Return which calls run compiled, which eagerly, and why."""
-        if not self._mode.compile and self.budget is None:
+        if self._compile is False and self.budget is None:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
         rows = [*(variant.row() for group in self._variants.values() for variant in group), *self._uncompiled.values()]
         plans = self._memory
@@ -243,7 +244,7 @@ class TrainStep:
         """Return whether each member of an eager step draws from a seed of its own, as it does in programs. A memory
         budget requires this, so that draws do not depend on blocks, and keys do if steps may be compiled.
         """
-        return self.budget is not None or (self.keys is not None and self._mode.compile)
+        return self.budget is not None or (self.keys is not None and self._compile is not False)
 
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """Return the variant of such a call; None if an eager step must determine it first."""
@@ -253,7 +254,7 @@ class TrainStep:
             return cached
         kind = family(call, situation)
         variants = self._variants.setdefault(kind, [])
-        variants += [variant for variant in self._shared().get(kind, ()) if variant not in variants]
+        variants += [variant for variant in shared_variants(self._fused).get(kind, ()) if variant not in variants]
         # Variants with a program come first, then later ones, which are more general.
         ordered = sorted(enumerate(variants), key=lambda pair: (pair[1].program is None, -pair[0]))
         fitting = (v for _, v in ordered if v.is_valid() and v.takes_order(call) and self._serves(v, call))
@@ -263,10 +264,6 @@ class TrainStep:
                 self._cached_variants.clear()
             self._cached_variants[exact] = chosen
         return chosen
-
-    def _shared(self) -> dict[Any, list[StepVariant]]:
-        """Return the variants that steps of one array share, unless results must not depend on earlier steps."""
-        return shared_variants(self._fused) if self._mode.eager_steps is None else {}
 
     def _serves(self, variant: StepVariant, call: StepCall) -> bool:
         """Return whether ``variant`` also serves a call of other sizes."""
@@ -294,7 +291,7 @@ class TrainStep:
         if not any(other.program is None and other.why == variant.why and other.like(variant) for other in variants):
             variants.append(variant)
             if variant.sources is not None and not variant.sources[1].locations:
-                self._shared().setdefault(family(call, situation), []).append(variant)
+                shared_variants(self._fused).setdefault(family(call, situation), []).append(variant)
         if variant.why:
             self._cached_variants[call.inputs.key, call.target.key, situation] = variant
 
@@ -334,7 +331,6 @@ def train_step(
     optimizer: Optimizer,
     *,
     compile: Compile = None,
-    eager_steps: int | None = None,
     parts: int | str = "auto",
     memory: str | int | None = None,
 ) -> TrainStep:
@@ -352,8 +348,8 @@ def train_step(
         compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
             uses cached programs. It compiles others once the steps of a kind have taken two seconds, in another process
             while steps run eagerly. On a CPU it then times compiled and eager steps, once per processor, and uses the
-            faster. ``True`` compiles at the second call of each kind, and ``False`` never. ``"background"`` compiles
-            at the second call, too, but in another process. On an accelerator no other process compiles.
+            faster. ``True`` compiles at the second call of each kind, and ``False`` never. On an accelerator, and
+            where programs are not kept on disk, no other process compiles.
 
             The first step of a kind runs eagerly and is checked. If the array loops over members, as for convolutions
             on a CPU, the program is that of one member. A change of mode, requires_grad, dtype, device, hooks or values
@@ -361,9 +357,6 @@ def train_step(
             What cannot be compiled runs eagerly, with a UserWarning; ``step.report()`` gives the reason. With CUDA
             graphs, up to four batch sizes are recorded, and gradients stay at the same address. Programs for CPUs are
             cached on disk for all processes.
-        eager_steps: the number of eager steps of each kind before it is compiled, so that two runs with
-            ``"background"`` switch at the same step and agree to the bit. Default: 1; with ``"background"`` as many as
-            run until the program is ready.
         parts: on a CPU, the number of blocks of members that are computed in parallel, one thread each. ``"auto"``
             gives each torch thread (``torch.get_num_threads``) a block. 1 computes all members together with torch's
             own threads. Results may differ in the last bit with how members are grouped into blocks. Arrays that cannot
@@ -404,8 +397,9 @@ def train_step(
             f"{strange} parameters of the {type(optimizer).__name__} belong to no member of the fused "
             f"{fused._original}; make it of fused.parameters()"
         )
+    check_compile(compile)
     coupling.check(optimizer)
-    return TrainStep(fused, loss, optimizer, CompileMode.of(compile, eager_steps, parts), memory)
+    return TrainStep(fused, loss, optimizer, compile, check_parts(parts), memory)
 
 
 def _backward_divided(losses: Tensor, rows: range, *, divisor: int) -> None:

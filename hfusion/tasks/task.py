@@ -20,7 +20,7 @@ from hfusion.core.patience import Patience
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.step.compile_mode import Compile, CompileMode
+from hfusion.step.compile_mode import Compile, check_compile, check_parts
 from hfusion.tasks.reading import length
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
@@ -97,11 +97,11 @@ class Task:
             the optimizer. A ReduceLROnPlateau gets the member's mean evaluation loss; without ``eval_loader`` the mean
             loss of the epoch; with ``"step"`` the loss of the last minibatch.
         compile: as in `hfusion.train_step`: forward and backward of a minibatch become one program, if the task stays
-            on its device. Otherwise it runs eagerly, and the report gives the reason; with ``True`` and
-            ``"background"`` a UserWarning does, too. Compiled results are those of a loop over `hfusion.train_step`:
-            they differ from the plain loop by rounding, and in random draws, as of dropout. With False they are those
-            of the plain loop, bit for bit. None decides before the first minibatch, by the estimated time of all; it
-            does not compile tasks that draw random numbers, and checkpoints store the choice.
+            on its device. Otherwise it runs eagerly, and the report gives the reason; with ``True`` a UserWarning does,
+            too. Compiled results are those of a loop over `hfusion.train_step`: they differ from the plain loop by
+            rounding, and in random draws, as of dropout. With False they are those of the plain loop, bit for bit. None
+            decides before the first minibatch, by the estimated time of all; it does not compile tasks that draw random
+            numbers, and checkpoints store the choice.
         parts: as in `hfusion.train_step`, for compiled tasks.
         patience: a member stops after this many consecutive evaluations in which its mean loss has not improved. Pass
             an `hfusion.Patience` for other settings, such as ``restore_best``.
@@ -151,7 +151,8 @@ class Task:
             raise PlanError(f"task {self.name!r}: callbacks is {self.callbacks!r}; give a list of functions")
         try:
             check_loss_function(self.loss)
-            CompileMode.of(self.compile, None, self.parts)
+            check_compile(self.compile)
+            check_parts(self.parts)
         except ValueError as error:
             raise PlanError(f"task {self.name!r}: {error}") from None
         if self.patience is not None and not isinstance(self.patience, Patience):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.device.openmp import torch_threads
-from hfusion.step import block_partition
+from hfusion.step import parallel_blocks
 from hfusion.step.parallel_blocks import ParallelBlocksStep
 from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_stepping import CLOSE
@@ -129,7 +129,7 @@ def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
 
 
 def test_blocks_of_one_thread_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_partition, "core_cache", lambda: 1)
+    monkeypatch.setattr(parallel_blocks, "core_cache", lambda: 1)
     (array, opt), (other, its_opt) = make(8), make(8)
     with torch_threads(1):
         step = hf.train_step(array, F.cross_entropy, opt, compile=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step import block_partition, compile_limits
+from hfusion.step import compiled_step, parallel_blocks
 from hfusion.step.recorded_step import Record, RecordedStep, Work
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
@@ -69,7 +69,7 @@ def test_member_by_member() -> None:
 @needs_compiler
 def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, as of a recurrent layer, may be many operators."""
-    monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 130)
+    monkeypatch.setattr(compiled_step, "MAX_OPERATORS", 130)
     model = Model("sloped", Sloped, normal(4))
     fused, _ = arrays(model, 6)
     step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
@@ -85,7 +85,7 @@ def test_blocks_of_one_where_more_members_are_too_large(
 ) -> None:
     # What is refused here is not to be found by others.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 300)
+    monkeypatch.setattr(compiled_step, "MAX_OPERATORS", 300)
     model = Model("recurrent", Recurrent, normal(2, 4))
     comparison = pair(model, compile=True, count=4, parts=parts)
     for step in range(3):
@@ -127,7 +127,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[None]]:
     """A pair whose step is recorded, and an entry for every time that it was."""
     comparison, records = pair(TINY, compile=True), list[None]()
     monkeypatch.setattr(
-        block_partition, "recorded", lambda program: RecordedStep(program, CPU, replaying(comparison.ours, records))
+        parallel_blocks, "recorded", lambda program: RecordedStep(program, CPU, replaying(comparison.ours, records))
     )
     return comparison, records
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     for array in (comparison.ours, comparison.theirs):
         array.eval()
     monkeypatch.setattr(
-        block_partition, "recorded", lambda program: RecordedStep(program, CPU, refused(comparison.ours))
+        parallel_blocks, "recorded", lambda program: RecordedStep(program, CPU, refused(comparison.ours))
     )
     advance(comparison, [4, 4, 4, 3])
     assert row(comparison).endswith("not recorded: RuntimeError: operation not permitted when stream is capturing")
@@ -194,7 +194,7 @@ def test_where_nothing_can_be_recorded_the_report_says_why(monkeypatch: pytest.M
     comparison, records, why = pair(TINY, compile=True), list[None](), "torch records no graphs on xpu"
     record = why if device == "cpu" else replaying(comparison.ours, records)
     where = torch.device(device)
-    monkeypatch.setattr(block_partition, "recorded", lambda program: RecordedStep(program, where, record))
+    monkeypatch.setattr(parallel_blocks, "recorded", lambda program: RecordedStep(program, where, record))
     advance(comparison, [4, 4])
     assert not records
     assert row(comparison).endswith(

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Location
-from hfusion.core.row_indices import blocks_of
-from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram, scalars_of
-from hfusion.step.step_graph import StepCall, Tensors, trace, trace_rows, written_inputs
+from hfusion.step.compiled_step import BlocksStep, StepBlocks, StepProgram
+from hfusion.step.program_cache import BlockProgram
+from hfusion.step.step_graph import StepCall, StepSource, trace, written_inputs
 from tests.zoo import MODELS, Model, normal
 
 EPS = 1e-4
@@ -107,18 +107,20 @@ def places(fused: hf.FusedModule) -> tuple[Location, ...]:
     return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
 
 
-def whole(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> FusedStep:
-    graph = trace(*programs, call)
-    return FusedStep(graph, graph.module, Tensors.of(*programs), places(fused))
+def stepped(
+    fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall, size: int | None
+) -> BlocksStep:
+    blocks = StepBlocks.of(*programs, call, size)
+    graphs = map(trace, blocks.sources)
+    return blocks.step([BlockProgram(graph, graph.module) for graph in graphs], places(fused))
 
 
-def each(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
-    blocks = [scalars_of(*programs, rows) for rows in blocks_of(len(fused), 1)]
-    kinds = list(dict.fromkeys(blocks))
-    starts = [blocks.index(kind) for kind in kinds]
-    graphs = tuple(trace_rows(*programs, call, range(start, start + 1)) for start in starts)
-    runs = tuple(graph.module for graph in graphs)
-    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*programs), places(fused))
+def whole(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> BlocksStep:
+    return stepped(fused, programs, call, None)
+
+
+def each(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> BlocksStep:
+    return stepped(fused, programs, call, 1)
 
 
 # Each model in both ways and with both kinds of inputs, and each way with both: two of the four for each model.
@@ -163,7 +165,7 @@ def test_sizes_that_fit() -> None:
     outputs = fused(x)
     loss(outputs, target)
     call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
-    graph = trace(*sources(fused, loss, call, outputs), call)
+    graph = trace(StepSource.of(*sources(fused, loss, call, outputs), call))
     for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
         assert graph.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
 
