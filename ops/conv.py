@@ -18,9 +18,19 @@ from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, lift
 from hfusion.device import layer_times
-from hfusion.ops.fold import folded
 from hfusion.ops.lowering import Efficiency
-from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, call_per_member, has_per_member, loop
+from hfusion.ops.rule import (
+    Answer,
+    Call,
+    Memberwise,
+    RuleTable,
+    Site,
+    Value,
+    call_per_member,
+    folded,
+    has_per_member,
+    loop,
+)
 
 aten = torch.ops.aten
 

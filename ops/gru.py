@@ -15,8 +15,14 @@ from torch import Tensor
 from hfusion.core.layout import Layout
 from hfusion.device import native
 from hfusion.ops.rnn import is_large, kernels, reduced, runs
-from hfusion.ops.rnn_layers import differentiable_gradients, has_all_weights, run_per_member, through_layers
-from hfusion.ops.rnn_steps import recurrent, steps_of_all
+from hfusion.ops.rnn_steps import (
+    differentiable_gradients,
+    has_all_weights,
+    recurrent,
+    run_per_member,
+    steps_of_all,
+    through_layers,
+)
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member
 from hfusion.ops.saved import GATES
 

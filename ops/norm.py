@@ -17,7 +17,6 @@ from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, lift
-from hfusion.ops.fold import folded
 from hfusion.ops.lowering import Efficiency, Saves, Sizes
 from hfusion.ops.rule import (
     Call,
@@ -27,6 +26,7 @@ from hfusion.ops.rule import (
     Site,
     Value,
     call_per_member,
+    folded,
     has_per_member,
     hint,
     in_order,

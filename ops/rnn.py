@@ -18,8 +18,7 @@ from torch import Tensor
 
 from hfusion.core.layout import Layout
 from hfusion.device import native
-from hfusion.ops.rnn_layers import differentiable_gradients, has_all_weights, run_per_member, through_layers
-from hfusion.ops.rnn_steps import recurrent
+from hfusion.ops.rnn_steps import differentiable_gradients, has_all_weights, recurrent, run_per_member, through_layers
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
 from hfusion.torch_private.dispatch_modes import disable_current_modes

@@ -228,46 +228,17 @@ def _scatter_by(target: OpOverload) -> Scatter:
         where = fx.map_arg(view.args[1:], lambda n: state.current[n])
         if not whole.meta["val"].is_complex():
             return emit(state, view, target, (whole, part, *where), view.kwargs)
-        # Autograd knows these for real numbers only.
-        real = [emit(state, view, aten.view_as_real.default, (_plain(state, view, x),), {}) for x in (whole, part)]
+        # Autograd knows these for real numbers only; a value may be noted as the conjugate of another.
+        plain = (emit(state, view, aten.resolve_conj.default, (x,), {}) for x in (whole, part))
+        real = [emit(state, view, aten.view_as_real.default, (x,), {}) for x in plain]
         dim, *rest = where or (view.kwargs.get("dim", 0),)
         wrapped_dim = dim % whole.meta["val"].dim()
         kwargs = {name: value for name, value in view.kwargs.items() if name != "dim"}
-        return _as_complex(state, view, emit(state, view, target, (*real, wrapped_dim, *rest), kwargs))
+        pairs = emit(state, view, target, (*real, wrapped_dim, *rest), kwargs)
+        pairs = emit(state, view, aten.contiguous.default, (pairs,), {})
+        return emit(state, view, aten.view_as_complex.default, (pairs,), {})
 
     return scatter
-
-
-def _plain(state: Rewriting, view: fx.Node, value: fx.Node) -> fx.Node:
-    """``value`` itself where it was noted as the conjugate of another."""
-    return emit(state, view, aten.resolve_conj.default, (value,), {})
-
-
-def _as_complex(state: Rewriting, view: fx.Node, pairs: fx.Node) -> fx.Node:
-    pairs = emit(state, view, aten.contiguous.default, (pairs,), {})
-    return emit(state, view, aten.view_as_complex.default, (pairs,), {})
-
-
-def _scatter_real(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
-    if not whole.meta["val"].is_complex():
-        return part
-    imaginary = emit(state, view, aten.imag.default, (whole,), {})
-    return emit(state, view, aten.complex.default, (part, imaginary), {})
-
-
-def _scatter_imaginary(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
-    real = emit(state, view, aten.real.default, (whole,), {})
-    return emit(state, view, aten.complex.default, (real, part), {})
-
-
-def _scatter_pairs(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
-    """``view`` shows complex numbers as pairs of real ones."""
-    return _as_complex(state, view, part)
-
-
-def _scatter_complex(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
-    """``view`` shows pairs of real numbers as complex ones."""
-    return emit(state, view, aten.view_as_real.default, (_plain(state, view, part),), {})
 
 
 def _diagonal_back(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
@@ -313,25 +284,17 @@ SCATTERS: Mapping[Any, Scatter] = {
     aten.adjoint.default: _same_again,
     aten._conj.default: _same_again,
     aten._neg_view.default: _same_again,
-    aten.real.default: _scatter_real,
-    aten.imag.default: _scatter_imaginary,
-    aten.view_as_real.default: _scatter_pairs,
-    aten.view_as_complex.default: _scatter_complex,
     operator.getitem: _scatter_part,
 }
 
 # These overwrite all elements of the base.
-_WHOLE = (_permute_back, _same_again, _scatter_pairs, _scatter_complex)
+_WHOLE = (_permute_back, _same_again)
 
 
 def shows_all(view: fx.Node) -> bool:
     """True if ``view`` contains all elements of its base."""
-    if view.target is aten.real.default:
-        return not view.args[0].meta["val"].is_complex()  # type: ignore[union-attr]
     return view.target in IDENTITY | RESHAPES or writes(view) or SCATTERS.get(view.target) in _WHOLE
 
-
-# Detect graphs with in-place operators whose results depend on the strides of inputs.
 
 VIEW_OR_COPY = frozenset(
     {
@@ -349,57 +312,10 @@ VIEW_OR_COPY = frozenset(
 
 
 def depends_on_strides(graph: fx.Graph, was_contiguous: bool) -> bool:
-    """Return whether strides of inputs decide if a write reaches a value that is read later.
+    """Return whether strides of inputs may decide if a write reaches a value that is read later.
 
     ``was_contiguous``: some operator that may copy gave its operand, so that the graph does not show it.
     """
-    nodes = list(graph.nodes)
-    written = [node for node in nodes if writes(node)]
-    if written and was_contiguous:
-        return True
-    conditional = [node for node in nodes if node.target in VIEW_OR_COPY]
-    if not written or not conditional:
-        return False
-    position = {node: k for k, node in enumerate(nodes)}
-    neighbors: dict[fx.Node, set[fx.Node]] = {node: set() for node in nodes}
-    for node in nodes:
-        source = node.args[0] if node.target in VIEW_OR_COPY or writes(node) else viewed(node)
-        if isinstance(source, fx.Node):
-            neighbors[node].add(source)
-            neighbors[source].add(node)
-    return any(
-        position[node] < position[write] and _separates(node, write, neighbors, position)
-        for write in written
-        for node in conditional
+    return any(map(writes, graph.nodes)) and (
+        was_contiguous or any(node.target in VIEW_OR_COPY for node in graph.nodes)
     )
-
-
-def _separates(
-    node: fx.Node, write: fx.Node, neighbors: dict[fx.Node, set[fx.Node]], position: dict[fx.Node, int]
-) -> bool:
-    """True if ``write`` changes a value that is read later on the other side of ``node``, provided that is a view."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    result_side = _reachable(node, source, neighbors)
-    source_side = _reachable(source, node, neighbors)
-    if write in result_side:
-        # The caller sees a write into a placeholder.
-        other = source_side
-        if any(side_node.op == "placeholder" for side_node in other):
-            return True
-    elif write in source_side:
-        other = result_side
-    else:
-        return False
-    return any(position[user] > position[write] for value in other for user in value.users)
-
-
-def _reachable(start: fx.Node, without: fx.Node, neighbors: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """The nodes that share memory with ``start`` along edges other than the one to ``without``."""
-    reached, waiting = {start}, [node for node in neighbors[start] if node is not without]
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += neighbors[node]
-    return reached

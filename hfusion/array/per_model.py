@@ -32,7 +32,7 @@ from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
 from hfusion.device.generators import draws_kept
-from hfusion.passes.expected_checks import FailedCheck
+from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.functorch import in_transform, is_wrapped, outside_transforms, unwrapped
 from hfusion.torch_private.tracer_warnings import noted
 

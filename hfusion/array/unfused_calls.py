@@ -26,7 +26,7 @@ from hfusion.core.layout import Listed, member_values
 from hfusion.core.member_random import member_seeds
 from hfusion.core.memory import has_address
 from hfusion.device.backend import random_states_kept, seed_in_use
-from hfusion.passes.expected_checks import FailedCheck
+from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.functorch import (
     derivative_order,
     in_forward_mode,

@@ -39,9 +39,8 @@ from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
 from hfusion.ops.random import LIKE
 from hfusion.passes.check import check_member
-from hfusion.passes.functional import functional
+from hfusion.passes.functional import functional, out_arguments, without_out
 from hfusion.passes.islands import OPAQUE
-from hfusion.passes.out_arguments import out_arguments, without_out
 from hfusion.passes.views import depends_on_strides, handed_back, writes
 from hfusion.torch_private.autocast import enter_autocast, exit_autocast
 from hfusion.torch_private.export_state import (

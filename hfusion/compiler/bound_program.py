@@ -14,7 +14,7 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.gradient_usage import watched
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Slot
-from hfusion.passes.expected_checks import FailedCheck
+from hfusion.passes.side_effects import FailedCheck
 
 # Where a tensor that may be replaced is looked up: a mapping, and the key in it.
 Location: TypeAlias = tuple[Mapping[str, Any], str]

@@ -35,11 +35,10 @@ from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Result, Unbatchable, candidates, result
 from hfusion.passes.check import check_array, check_code, check_member
 from hfusion.passes.cost.price import Model
-from hfusion.passes.expected_checks import RULES as EXPECT_RULES
-from hfusion.passes.expected_checks import expectations
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
-from hfusion.passes.side_effects import written_slots
+from hfusion.passes.side_effects import RULES as EXPECT_RULES
+from hfusion.passes.side_effects import expectations, written_slots
 
 RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES)
 

@@ -43,8 +43,8 @@ from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import scalars
-from hfusion.passes.expected_checks import FailedCheck
 from hfusion.passes.islands import OPAQUE
+from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.autograd_engine import backward_gradients
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}

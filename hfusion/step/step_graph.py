@@ -29,13 +29,15 @@ from hfusion.core.program import describe_graph
 from hfusion.core.stages import stage
 from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.check import check_rewritten
-from hfusion.passes.expected_checks import EXPECT
-from hfusion.passes.inductor.batch_member_loops import batch_member_loops
-from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
-from hfusion.passes.inductor.inline_constants import inline_constants
-from hfusion.passes.inductor.onehot import onehot
-from hfusion.passes.inductor.sink_transposes import sink_transposes
-from hfusion.passes.inductor.transpose_products import transpose_products
+from hfusion.passes.inductor_rewrites import (
+    DECOMPOSITIONS,
+    batch_member_loops,
+    inline_constants,
+    onehot,
+    sink_transposes,
+    transpose_products,
+)
+from hfusion.passes.side_effects import EXPECT
 from hfusion.torch_private.dispatch_modes import enable_python_dispatcher
 from hfusion.torch_private.fake_tensors import FakeTensorMode, with_dynamic_dims
 from hfusion.torch_private.tracer_warnings import silence_tracers

@@ -75,8 +75,9 @@ class Minibatch:
     @property
     def key(self) -> Any:
         """A hashable key. Minibatches with equal keys share a recipe."""
+        inputs = self.arguments.key, self.arguments.memory_orders
         if isinstance(self.target, Tensor):
-            return self.arguments.key, ((tuple(self.target.shape), self.target.dtype),)
+            return inputs, ((tuple(self.target.shape), self.target.dtype),)
         leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
         tensors = [
             tensor
@@ -84,7 +85,7 @@ class Minibatch:
             for tensor in (leaf if isinstance(leaf, Ragged) else [leaf.tensor if is_stacked(leaf) else leaf])
         ]
         shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
-        return self.arguments.key, shapes
+        return inputs, shapes
 
 
 def samples(shapes: Shapes) -> int:

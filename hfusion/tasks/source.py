@@ -26,8 +26,7 @@ from hfusion.device.backend import backend
 from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.cost.cost import operators, symbol_sizes
 from hfusion.passes.cost.flops import SymbolSizes, concrete
-from hfusion.passes.partition.match_cuts import match_cuts
-from hfusion.passes.partition.split_program import input_names, split
+from hfusion.passes.partition.split_program import input_names, match_cuts, split
 from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
 from hfusion.tasks.minibatch import Minibatch, Shapes, samples
@@ -213,9 +212,7 @@ class Stream:
             random=_random(compiled) or _draws_of_losses[key],
             branching=program.members if compiled.opaque else None,
         )
-        if compiled.memory_orders is None:
-            # Otherwise it holds for inputs of one order of the dims in memory, which the key does not tell.
-            self._recipes[minibatch.key] = recipe
+        self._recipes[minibatch.key] = recipe
         return recipe
 
     def _read(self) -> Generator[Minibatch, None, None]:

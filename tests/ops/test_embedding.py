@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.ops import embedding
 from tests.oracle import Case, check, t
 
 aten = torch.ops.aten
@@ -45,8 +44,8 @@ def test_embedding(case: Case) -> None:
 @pytest.mark.parametrize(
     "lookup",
     [
-        lambda index, weight: embedding.rows_of_all(index, weight, -1),
-        lambda index, weight: embedding.own_rows(index.expand(3, 2), weight, -1, False),
+        lambda index, weight: index.rows_of_all(index, weight, -1),
+        lambda index, weight: index.own_rows(index.expand(3, 2), weight, -1, False),
     ],
     ids=["shared", "own"],
 )

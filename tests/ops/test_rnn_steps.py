@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.ops import rnn_steps
-from hfusion.ops.rnn_layers import run_per_member
+from hfusion.ops.rnn_steps import run_per_member
 
 MEMBERS, STEPS, SAMPLES, FEATURES, SIZE = 3, 5, 2, 3, 4
 KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

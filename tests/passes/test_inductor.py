@@ -12,12 +12,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hfusion as hf
 from hfusion.ops import norm
-from hfusion.passes.inductor.batch_member_loops import batch_member_loops
-from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
-from hfusion.passes.inductor.inline_constants import MAX_ELEMENTS, inline_constants
-from hfusion.passes.inductor.onehot import chosen, onehot
-from hfusion.passes.inductor.sink_transposes import sink_transposes
-from hfusion.passes.inductor.transpose_products import transpose_products
+from hfusion.passes.inductor_rewrites import (
+    DECOMPOSITIONS,
+    MAX_ELEMENTS,
+    batch_member_loops,
+    chosen,
+    inline_constants,
+    onehot,
+    sink_transposes,
+    transpose_products,
+)
 
 
 class Norms(nn.Module):

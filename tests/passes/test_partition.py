@@ -22,9 +22,8 @@ from hfusion.core.program import Kind, Part, Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight, operators
 from hfusion.passes.partition.cut_shards import Partition, _between, _seconds, choose_cuts, cut, sharding, tightest
-from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.segments import Segments
-from hfusion.passes.partition.split_program import input_names, retarget_device, split
+from hfusion.passes.partition.split_program import input_names, match_cuts, retarget_device, split
 from hfusion.schedule.plan import Shard, TaskPlan
 from tests import zoo
 from tests.lines import crossing, lines, need

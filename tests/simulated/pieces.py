@@ -17,7 +17,7 @@ from hfusion.compiler.bound_program import BoundProgram
 from hfusion.core.errors import FusionError
 from hfusion.ops.rnn_steps import MIN_MEMBERS
 from hfusion.passes.cost.cost import operators
-from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
+from hfusion.passes.inductor_rewrites import DECOMPOSITIONS
 from hfusion.step.step_graph import StepCall, trace
 from hfusion.tasks.arrange import arrange
 from hfusion.tasks.resident_training import Arrived, LossRing
