@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hfusion.capture.attribute_fingerprint import same_marks
 from hfusion.capture.compare_models import Comparison
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
@@ -98,14 +97,6 @@ class ArrayState:
     number: int
     array: Array
     compiler: Compiler
-
-
-def renewed(array: Array, contents: Sequence[Any], views: Sequence[nn.Module]) -> Array:
-    """Return ``array`` for changed members. ``contents[b]``: all that forward can read of member b besides tensors."""
-    prints: dict[Any, int] = {}
-    variants = tuple(prints.setdefault(content, len(prints)) for content in contents)
-    skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
-    return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
 
 
 def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -12,22 +14,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_description import Array
-from hfusion.array.program_reuse import Kin
+from hfusion.array.array_description import Array, ArrayState, row_copy
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
-from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair
+from hfusion.capture.compare_models import Sharing, check_alone, check_pair
+from hfusion.capture.operator_trace import OperatorTrace, trace_operators
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.compiler import Compiler
+from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_meet_none
+from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
+from hfusion.passes.fill import Changes, Unexplained, varying
 from hfusion.torch_private.dynamo_state import uncompiled
 
 if TYPE_CHECKING:
-    from hfusion.array.array_description import Array
     from hfusion.array.module import FusedModule
 
 
@@ -52,8 +57,8 @@ class Rows(nn.Module):
     def why_no_program(self, arguments: Arguments) -> str:
         """Return why a call that has just run left no program of all members."""
         split = cast("FusedModule", self)._split(calling=True)
-        if split is not None:
-            return f"members are computed apart: {split.why}"
+        if split:
+            return f"members are computed apart: {split}"
         stateful = [*cast("FusedModule", self)._compiler.stateful.values()]
         return arguments.obstacle or (
             str(stateful[-1])
@@ -198,6 +203,13 @@ class Kinds:
             self.skeletons[content] = new_skeleton
         self.joined[index] = content
 
+    def array(self, array: Array, contents: Sequence[Any]) -> Array:
+        """Return ``array`` with members of the fingerprints ``contents``."""
+        distinct = list(dict.fromkeys(contents))
+        comparison = replace(array.comparison, variants=tuple(map(distinct.index, contents)))
+        skeletons = tuple(self.skeletons[content] for content in distinct)
+        return replace(array, members=len(contents), skeletons=skeletons, comparison=comparison)
+
     def rearranged_contents(self, sources: Sequence[Source]) -> tuple[Any, ...]:
         """Return the fingerprints of the members after a rearrangement to ``sources``."""
         return tuple(
@@ -207,21 +219,9 @@ class Kinds:
 
 
 def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
-    contents = kinds.rearranged_contents(sources)
-    distinct = list(dict.fromkeys(contents))
-    comparison = Comparison(
-        tuple(distinct.index(fingerprint) for fingerprint in contents),
-        array.comparison.shared,
-        partly,
-        array.comparison.common,
-    )
-    new_array = replace(
-        array,
-        members=len(sources),
-        skeletons=tuple(kinds.skeletons[content] for content in distinct),
-        comparison=comparison,
-        origins=WeakIdKeyDictionary(),
-    )
+    new_array = kinds.array(array, kinds.rearranged_contents(sources))
+    comparison = replace(new_array.comparison, partly=partly)
+    new_array = replace(new_array, comparison=comparison, origins=WeakIdKeyDictionary())
     new_rows: dict[int, int] = {}
     for index, source in enumerate(sources):
         if isinstance(source, int):
@@ -239,8 +239,6 @@ def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozen
 
 def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
     """Switch to ``array``, with the compiler cached for members with fingerprints ``after``, or a new one."""
-    from hfusion.array.array_description import ArrayState
-
     states, after = fused._states, tuple(after)
     states.setdefault(tuple(before), ArrayState(fused._number, fused._array, fused._compiler))
     state = states.pop(after, None)
@@ -377,3 +375,134 @@ def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
                     f"{name} is one object in all models that join, and is trained; give each its own, by copy.deepcopy"
                 )
     return sharing.partly | (sharing.keys if len(joining) > 1 else frozenset())
+
+
+# Programs of changed members are derived from those of earlier members, without a capture.
+
+# Maximum number of cached traces of members.
+MAX_TRACES = 64
+
+
+@dataclass
+class TraceCache:
+    """The latest traces of an array's members, by their contents without tensors, and by the kind of call."""
+
+    traces: OrderedDict[Any, OperatorTrace | None] = field(default_factory=OrderedDict)
+
+    def trace(
+        self, fused: FusedModule, row: int, content: Any, modes: Any, arguments: Arguments
+    ) -> OperatorTrace | None:
+        """Return the operator trace of the member in ``row``, cached by its ``content``; None if it has none."""
+        key = content, modes, arguments.key
+        if key not in self.traces:
+            args, kwargs = arguments.of_member(row)
+            self.traces[key] = trace_operators(_apart(fused, row), args, kwargs)
+            if len(self.traces) > MAX_TRACES:
+                self.traces.popitem(last=False)
+        self.traces.move_to_end(key)
+        return self.traces[key]
+
+
+def _apart(fused: FusedModule, row: int) -> nn.Module:
+    """Return a copy of a member in separate memory."""
+    shared = fused._array.comparison.shared
+    return fused._around(row, {n: row_copy(t, None if n in shared else row) for n, t in fused.stacks.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Kin:
+    """Derives programs for the members of an array from those of its earlier members, or of related arrays.
+
+    Attributes:
+        compiler: the compiler of ``fused`` for these members.
+        contents: ``contents[b]`` is the fingerprint of member b without its tensors.
+        related: returns further arrays of the same models, such as the one whose members these are.
+    """
+
+    fused: FusedModule
+    compiler: Compiler
+    contents: tuple[Any, ...]
+    related: Callable[[], Iterable[FusedModule]] = tuple
+
+    def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
+        required, fused = set(self.contents), self.fused
+        earlier = [
+            (contents, program)
+            for contents, state in reversed(fused._states.items())
+            if state.compiler is not self.compiler and (program := state.compiler.fitting(modes, arguments)) is not None
+        ]
+        for donor, contents, program in chain(((fused, *pair) for pair in earlier), self._of_related(modes, arguments)):
+            if required <= set(contents):
+                derived = of_rows(program, list(map(contents.index, self.contents)), self.compiler.subject)
+                trust(donor, program, fused, derived)
+                return derived
+        filled = (self._filled(contents, program, modes, arguments) for contents, program in earlier)
+        return next((program for program in filled if program is not None), None)
+
+    def _of_related(self, modes: Any, arguments: Arguments) -> Iterator[tuple[FusedModule, Sequence[Any], Compiled]]:
+        """Yield the programs of related arrays in the same modes, whose forward reads the same."""
+        for array in self.related():
+            # The first entry numbers what an array's forward has read, in the order in which that array has met it.
+            own = array._modes(arguments)
+            if own[1:] == modes[1:] and array._situations.state == self.fused._situations.state:
+                program = array._compiler.fitting(own, arguments)
+                if program is not None:
+                    yield array, Kinds.of(array).contents, program
+
+    def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
+        """Return ``program`` with the numbers of members that differ from earlier ones; None if that is impossible."""
+        row = next((row for row, content in enumerate(self.contents) if content in contents), None)
+        if row is None or program.opaque or not program.calls:
+            return None
+        base_trace = self._trace(row, modes, arguments)
+        joining = {content: b for b, content in enumerate(self.contents) if content not in contents}
+        traces = {content: self._trace(b, modes, arguments) for content, b in joining.items()}
+        if base_trace is None or any(
+            trace is None or not base_trace.same_structure(trace) for trace in traces.values()
+        ):
+            return None
+        if program.size_uses:
+            models = [self.fused._member(b) for b in joining.values()]
+            if not sizes_meet_none(program.size_uses, self.fused._member(row), models):
+                return None
+        try:
+            by_content = {
+                c: changes_between(program.calls, base_trace, trace) for c, trace in traces.items() if trace is not None
+            }
+            if any(may_be_sizes(program.calls, changes) for changes in by_content.values()):
+                return None
+            base = contents.index(self.contents[row])
+            rows = [base if content in joining else contents.index(content) for content in self.contents]
+            changes = {b: by_content[content] for b, content in enumerate(self.contents) if content in joining}
+            derived = of_rows(program, rows, self.compiler.subject, changes)
+        except Unexplained:
+            return None
+        if _proven(program, changes):
+            trust(self.fused, program, self.fused, derived)
+            return derived
+        try:
+            self.fused.check(derived, arguments)
+        except FusionError:
+            return None
+        return derived
+
+    def _trace(self, row: int, modes: Any, arguments: Arguments) -> OperatorTrace | None:
+        return self.fused._traces.trace(self.fused, row, self.contents[row], modes, arguments)
+
+
+def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Compiled) -> None:
+    """Let ``derived`` inherit the self-check of ``checked``, its source, if both run every operator alike."""
+    # A check with a single member cannot show that members are kept apart.
+    enough = checked.program.members >= min(derived.program.members, 2)
+    if enough and id(checked) in donor._checks and _operator_lowerings(checked) == _operator_lowerings(derived):
+        array._checks[id(derived)] = donor._checks[id(checked)]
+
+
+def _proven(program: Compiled, changes: Mapping[int, Changes]) -> bool:
+    """Return whether members differed before wherever they differ now, so that these values are checked."""
+    return all(varying(program.graph, member_changes) for member_changes in changes.values())
+
+
+def _operator_lowerings(compiled: Compiled) -> list[Any]:
+    """Return how each operator runs."""
+    return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]

@@ -2,49 +2,219 @@
 
 There is one module for each row, created on first access. Its tensors lie in the memory of the row, and its gradients
 are those of the row (`core.row_gradients`). A member that was handed out may be changed, so `heed` compares it, at
-every call of the array, with what programs were made for: attributes become those of its variant; members that differ
-in modes, hooks or what they train run their own code. What an array cannot represent is refused there, by name.
+every call of the array, with what programs were made for. New attributes need another program; members that differ in
+modes, hooks or what they train run their own code. What an array cannot represent is refused there, by name.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
+import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, filterfalse
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.array.array_description import member_rows, row_copy
-from hfusion.array.member_module import MemberModule, MemberSettings, MemberWatch, without_hooks
+from hfusion.array.array_description import ArrayState, member_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
-from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, value_keys
 from hfusion.capture.compare_models import check_pair
-from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.skeleton import live_rows, skeleton
+from hfusion.capture.hooks import is_part_of_forward
+from hfusion.capture.registered_tensors import holder_of, tensors
+from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 from hfusion.core.membership import is_own_hook
+from hfusion.core.python_values import PLAIN
 from hfusion.core.row_gradients import lies_in, tie, untie
+from hfusion.core.tree import leaves
+from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
 _MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
-# Number of calls after which a program is captured again for attributes that have not changed meanwhile: at first, and
-# at most. Each such capture doubles it, so that captures cost less than the loops that they save.
-_QUIET_CALLS, _MAX_QUIET_CALLS = 8, 512
+_TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_STANDARD = frozenset(nn.Module().__dict__)
+# Subclasses of these may have attributes that change.
+_FIXED = frozenset({*PLAIN, types.FunctionType, types.BuiltinFunctionType})
+# The key of an array's own hook on its members.
+_HOOK = "hfusion"
 
 
-@dataclass(frozen=True, eq=False)
-class MembersApart:
-    """Why members run their own code. ``key``: equal for members that differ in the same way."""
+class _CatchUp:
+    """The hook of a member that lets it follow its array before a call. A copy of it does nothing."""
 
-    key: Any
-    why: str
+    # As `own_hook` marks a function.
+    _hfusion_own_hook = True
+
+    def __init__(self, views: Views | None = None) -> None:
+        self._views = None if views is None else weakref.ref(views)
+
+    def __call__(self, *_: Any) -> None:
+        views = None if self._views is None or torch.compiler.is_compiling() else self._views()
+        if views is not None:
+            views.catch_up()
+
+    def __reduce__(self) -> Any:
+        return _CatchUp, ()
+
+
+class Member:
+    """A member that was handed out: ``model``, with tensors in the memory of its row.
+
+    Attributes:
+        parameters, buffers: the tensors of ``model`` that are rows of stacks, by key.
+        modules: the modules of ``model``, by path.
+        hooked: where it has a hook of the user; empty where it has none.
+    """
+
+    def __init__(self, model: nn.Module, row: int, shared: frozenset[str], views: Views) -> None:
+        self.model, self.row, self.hooked = model, row, ""
+        hooks: Any = vars(model)["_forward_pre_hooks"]
+        hooks[_HOOK] = _CatchUp(views)
+        hooks.move_to_end(_HOOK, last=False)
+        self.take(shared)
+
+    def take(self, shared: frozenset[str]) -> None:
+        """Adopt the modules and tensors that the model has now."""
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        named = {name: tensor for name, tensor in tensors(self.model) if name not in shared}
+        self.parameters = {name: t for name, t in named.items() if isinstance(t, nn.Parameter)}
+        self.buffers = {name: t for name, t in named.items() if not isinstance(t, nn.Parameter)}
+
+    @property
+    def training(self) -> dict[str, bool]:
+        """The modes by path."""
+        return {path: module.training for path, module in self.modules.items()}
+
+    @property
+    def trained(self) -> dict[str, bool]:
+        """Whether parameters require a gradient, by key."""
+        return {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+
+    def find_hook(self) -> str:
+        """Return the path of a user's hook; empty if there is none."""
+        for path, module in self.modules.items():
+            hooks = chain.from_iterable(vars(module)[name].values() for name in _HOOKS)
+            if not all(is_own_hook(hook) or is_part_of_forward(hook) for hook in hooks):
+                return path or "(root)"
+        for name, parameter in self.parameters.items():
+            tables = filter(None, _TENSOR_HOOKS(parameter))
+            if not all(is_own_hook(hook) for table in tables for hook in table.values()):
+                return name
+        return ""
+
+    def skeleton(self) -> nn.Module:
+        """Return a copy without tensors, with modes, flags, attributes and hooks; see `hfusion.capture.skeleton`."""
+        copied = skeleton(self.row, self.model)
+        vars(copied)["_forward_pre_hooks"].pop(_HOOK, None)
+        return copied
+
+    def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
+        """Set modes by path, and requires_grad of parameters by key."""
+        for path, module in self.modules.items():
+            module.training = modes[path]
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad != trained[name]:
+                parameter.requires_grad_(trained[name])
+
+    def become(self, like: nn.Module) -> None:
+        """Replace the attributes by those of ``like``, a model of the same structure."""
+        others = dict(like.named_modules(remove_duplicate=False))
+        own, other = dict(tensors(self.model)), dict(tensors(like))
+        memo: dict[int, Any] = {id(other[name]): tensor for name, tensor in own.items()}
+        memo |= {id(others[path]): module for path, module in self.modules.items()}
+        for path, module in dict(self.model.named_modules()).items():
+            values = {name: value for name, value in vars(others[path]).items() if name not in _STANDARD}
+            attributes = module.__dict__
+            for name in attributes.keys() - _STANDARD:
+                del attributes[name]
+            attributes.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
+
+    def leave(self) -> None:
+        """Become an independent module, with copies of the tensors, as the row is removed."""
+        for tensor in (*self.parameters.values(), *self.buffers.values()):
+            tensor.data = tensor.data.clone()
+            if isinstance(tensor, nn.Parameter):
+                untie(tensor)
+        del vars(self.model)["_forward_pre_hooks"][_HOOK]
+
+
+class _Watch:
+    """What may be changed of ``members``, as it is when this is made.
+
+    An array compares at each of its calls, in half a microsecond for each module, and in more for attributes that are
+    containers or objects, which are read by value.
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        members = list(members)
+        self._modules = [module for member in members for module in member.modules.values()]
+        self._held = [vars(module) for module in self._modules]
+        self._tables = [attributes[name] for attributes in self._held for name in _TABLES]
+        self._filled = [table for table in self._tables if table]
+        attributes = [dict(python_attributes(module)) for module in self._modules]
+        # A getter of one name alone would give no tuple.
+        pairs = zip(map(list, attributes), self._held, strict=True)
+        self._readers = [(itemgetter(names[0], *names), held) for names, held in pairs if names]
+        self._parameters = list({id(p): p for member in members for p in member.parameters.values()}.values())
+        changeable = [(m.model, list(filterfalse(_is_fixed, _values(m.modules.values())))) for m in members]
+        self._changeable = [(model, values) for model, values in changeable if values]
+        self._sizes = list(map(len, self._held)), list(map(len, self._tables))
+        self._seen = list(self._read_tables()), list(self._read_attributes())
+        self._flags, self._contents = self._read_flags(), self._read_contents()
+
+    def same_attributes(self) -> bool:
+        """Return whether the members have the same attributes, and these the same contents."""
+        try:
+            same = self._sizes[0] == list(map(len, self._held)) and all(
+                map(is_, self._read_attributes(), self._seen[1])
+            )
+        except KeyError:
+            return False
+        return same and self._read_contents() == self._contents
+
+    def same_tensors(self) -> bool:
+        """Return whether the members hold the same tensors, modules and hooks, in the same modes and memory."""
+        same = self._sizes[1] == list(map(len, self._tables)) and all(map(is_, self._read_tables(), self._seen[0]))
+        return same and self._read_flags() == self._flags
+
+    def _read_tables(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._filled))
+
+    def _read_attributes(self) -> Iterator[Any]:
+        return chain.from_iterable([read(attributes) for read, attributes in self._readers])
+
+    def _read_flags(self) -> tuple[Any, ...]:
+        # Otherwise, each attribute of a subclass costs a search for its __torch_function__.
+        with DisableTorchFunctionSubclass():
+            hooks = list(map(len, filter(None, chain.from_iterable(map(_TENSOR_HOOKS, self._parameters)))))
+            memory = list(map(Tensor.data_ptr, self._parameters))
+            return list(map(_MODE, self._modules)), list(map(_TRAINED, self._parameters)), memory, hooks
+
+    def _read_contents(self) -> list[Any]:
+        return [value_keys(model, values) for model, values in self._changeable]
+
+
+def _values(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    return (value for module in modules for _, value in python_attributes(module))
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value cannot change."""
+    kind = type(value)
+    return kind in _FIXED or isinstance(value, type | enum.Enum) or (kind is tuple and all(map(_is_fixed, value)))
 
 
 class Views:
@@ -52,37 +222,20 @@ class Views:
 
     Attributes:
         exposed: whether members were ever handed out, so that calls compare them. Dynamo guards on it.
-        split: why the members run their own code; None if they are computed together.
-        slices: the slices of the array that are in use.
+        split: why the members run their own code; empty if they are computed together.
     """
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = weakref.ref(fused)
-        self.members: dict[int, MemberModule] = {}
-        self.exposed = False
-        self.split: MembersApart | None = None
-        self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
-        # Why members run their own code as their attributes change often; and those with attributes that programs,
-        # which may not read them, do not know yet.
-        self._changing, self._outdated = "", set[int]()
-        self._states, self._quiet, self._quiet_calls = 1, 0, _QUIET_CALLS
-        self._watch: MemberWatch | None = None
-        # The modes, stacks, flags and addresses of the array, when members last followed it.
-        self._modes = list[bool]()
+        self.members: dict[int, Member] = {}
+        self.exposed, self.split = False, ""
+        self._watch: _Watch | None = None
+        # Why members run their own code as their attributes change often; how many states of attributes there were;
+        # and whether members have attributes that programs, which do not read them, do not know yet.
+        self._changing, self._states, self._outdated = "", 1, False
+        # The stacks, and the modes of the array and the flags and addresses of stacks when members last followed it.
         self._names, self._stacks = list[str](), list[Tensor]()
-        self._stack_states: tuple[list[bool], list[int]] = [], []
-
-    @property
-    def members_by_row(self) -> Mapping[int, MemberModule]:
-        """The members by row; in a slice, the members of the whole array by their rows in the slice."""
-        return self.members
-
-    def catch_up(self) -> None:
-        """Let members follow modes, flags and memory that the array was given."""
-        fused = self._fused()
-        if fused is not None and self._array_changed(fused):
-            self._pass_on(fused)
-            self.note(fused)
+        self._seen: tuple[list[bool], list[bool], list[int]] = [], [], []
 
     def get(self, fused: FusedModule, row: int) -> nn.Module:
         """Return member ``row``, whose tensors share the current memory of the row."""
@@ -93,62 +246,62 @@ class Views:
         self.catch_up()
         return self.members[row].model
 
-    def add(self, fused: FusedModule, row: int) -> MemberModule:
+    def add(self, fused: FusedModule, row: int, like: nn.Module | None = None) -> None:
+        """Create the module of member ``row``, in the array's state or in that of ``like``, a skeleton."""
         array, shared, stacks = fused._array, fused._array.comparison.shared, fused.stacks
         array.check_stacks(stacks)
         rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
+        trained = {} if like is None else _trained(like)
         for name, tensor in rows.items():
-            frozen = None if name in shared else frozen_rows(stacks[name])
-            if frozen is not None and frozen[row]:
-                tensor.requires_grad_(False)
-        member = self.members[row] = MemberModule(fused._around(row, rows), row, shared, self.catch_up)
-        self.exposed = True
+            if name not in shared and isinstance(tensor, nn.Parameter):
+                frozen = frozen_rows(stacks[name])
+                default = tensor.requires_grad and not (frozen is not None and bool(frozen[row]))
+                tensor.requires_grad_(trained.get(name, default))
+        model = fused._around(row, rows) if like is None else materialize(like, rows, _modes(like))
+        self.members[row] = Member(model, row, shared, self)
+        self.exposed, self._watch = True, None
         self._align(fused, [row])
-        member.accept()
-        self._watch = None
-        return member
 
     def note(self, fused: FusedModule) -> None:
         """Record the state of the array, to detect changes that apply to all members."""
-        self._modes = list(map(_MODE, fused._branches))
         self._names, self._stacks = list(fused._real.keys()), list(fused._real.values())
-        self._stack_states = self._read_stacks()
+        self._seen = self._read_array(fused)
 
-    def _read_stacks(self) -> tuple[list[bool], list[int]]:
-        return list(map(_TRAINED, self._stacks)), list(map(Tensor.data_ptr, self._stacks))
+    def _read_array(self, fused: FusedModule) -> tuple[list[bool], list[bool], list[int]]:
+        memory = list(map(Tensor.data_ptr, self._stacks))
+        return list(map(_MODE, fused._branches)), list(map(_TRAINED, self._stacks)), memory
 
-    def _array_changed(self, fused: FusedModule) -> bool:
-        return list(map(_MODE, fused._branches)) != self._modes or self._read_stacks() != self._stack_states
+    def catch_up(self) -> None:
+        """Let members follow modes, flags and memory that the array was given."""
+        fused = self._fused()
+        if fused is not None and self._read_array(fused) != self._seen:
+            self._pass_on(fused)
+            self.note(fused)
 
     def _pass_on(self, fused: FusedModule) -> None:
         """Pass modes and requires_grad flags that were set on the array's modules and stacks on to all members."""
-        changed = [b for b, mode in zip(fused._branches, self._modes, strict=True) if b.training != mode]
-        branches = {id(branch): branch for branch in changed}
-        for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
-            if id(branch) in branches:
+        (modes, trained, memory), (new_modes, new_trained, new_memory) = self._seen, self._read_array(fused)
+        changed = {id(b) for b, old, new in zip(fused._branches, modes, new_modes, strict=True) if old != new}
+        for path, branch in fused.named_modules(remove_duplicate=False) if changed else ():
+            if id(branch) in changed:
                 self.to_all(path, lambda module, mode=branch.training: setattr(module, "training", mode))  # type: ignore[misc]
-        (trained, addresses), (old_trained, old_addresses) = self._read_stacks(), self._stack_states
-        for name, stack, flag, old_flag in zip(self._names, self._stacks, trained, old_trained, strict=True):
-            if flag != old_flag:
+        for name, stack, old, new in zip(self._names, self._stacks, trained, new_trained, strict=True):
+            if old != new:
                 freeze_rows(stack, None)
-                for member in self.members_by_row.values():
+                for member in self.members.values():
                     if name in member.parameters:
-                        member.parameters[name].requires_grad_(flag)
-        if addresses != old_addresses:
+                        member.parameters[name].requires_grad_(new)
+        if new_memory != memory:
             self._align(fused, list(self.members))
 
     def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
         """Apply ``change`` to the submodule at ``path`` of every member, as it was to the array's."""
-        for member in self.members_by_row.values():
+        for member in self.members.values():
             if path in member.modules:
                 change(member.modules[path])
 
     def follow(self, fused: FusedModule) -> None:
         """Make the members' tensors views of the array's tensors again, after their memory has changed."""
-        # Slices become independent arrays, which keep the memory that they share now.
-        for part in list(self.slices.values()):
-            part._views = Views(part)
-        self.slices.clear()
         if self.members:
             self._align(fused, list(self.members))
             self.note(fused)
@@ -160,7 +313,7 @@ class Views:
             for row in rows:
                 member = self.members[row]
                 if name in shared:
-                    put_tensor(member.model, name, stack)
+                    _put_tensor(member.model, name, stack)
                     continue
                 tensor = member.parameters.get(name, member.buffers.get(name))
                 if tensor is not None and not lies_in(tensor, stack, row):
@@ -173,11 +326,7 @@ class Views:
         if self.members:
             self.heed(fused)
 
-    def locate_members(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
-        """Return the array to which the members belong, and their rows there."""
-        return fused, range(len(fused))
-
-    def heed(self, fused: FusedModule, calling: bool = False) -> MembersApart | None:
+    def heed(self, fused: FusedModule, calling: bool = False) -> str:
         """Apply the changes made to members since the last call, and return why members are computed apart, if so.
 
         Args:
@@ -187,32 +336,29 @@ class Views:
         Raises:
             FusionError: an array cannot represent a change made to a member.
         """
-        array_changed = self._array_changed(fused)
+        array_changed = self._read_array(fused) != self._seen
         if array_changed:
             self._pass_on(fused)
-        if self._watch is None or not self._watch.is_unchanged():
-            rows = [row for row, member in self.members.items() if member.has_changed()]
-        else:
-            rows = [row for row, member in self.members.items() if member.has_changed_inside()]
-        self._watch = self._watch or (None if rows else MemberWatch(self.members.values()))
-        if rows or array_changed or self._changing or (self._outdated and not calling):
-            for row in rows:
-                self._hear_tensors(fused, row, self.members[row])
-            if contents := self._to_capture(fused, rows, calling):
-                self._renew(fused, contents)
-            self.hear(fused, rows)
+        watch = self._watch
+        same_attributes = watch is not None and watch.same_attributes() and (calling or not self._outdated)
+        if array_changed or not same_attributes or watch is None or not watch.same_tensors():
+            for row, member in self.members.items():
+                self._hear_tensors(fused, row, member)
+            if not same_attributes:
+                self._hear_attributes(fused, calling)
+            self.hear(fused)
         return self.split
 
-    def hear(self, fused: FusedModule, rows: Iterable[int]) -> None:
-        """Accept the changes made to the members of ``rows``, and divide members by them."""
-        for row in rows:
-            self.members[row].accept()
-        self._watch = None
-        self.freeze(fused)
+    def hear(self, fused: FusedModule) -> None:
+        """Accept the modes, flags and hooks of members, and divide members by them."""
+        for member in self.members.values():
+            member.hooked = member.find_hook()
+        self._freeze(fused)
         self._divide(fused)
         self.note(fused)
+        self._watch = _Watch(self.members.values())
 
-    def _hear_tensors(self, fused: FusedModule, row: int, member: MemberModule) -> None:
+    def _hear_tensors(self, fused: FusedModule, row: int, member: Member) -> None:
         """Copy tensors that were assigned to a member into its row."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
         current = dict(tensors(member.model))
@@ -228,7 +374,7 @@ class Views:
         moved = [n for n, t in current.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
         if same and not moved and all(current[name] is tensor for name, tensor in recorded.items()):
             return
-        check_fits(fused, row, member.model)
+        _check_fits(fused, row, member.model)
         for name, stack in stacks.items():
             if name in shared and current[name] is not stack:
                 raise FusionError(
@@ -250,92 +396,55 @@ class Views:
         for name, grad in grads.items():
             current[name].grad = grad
 
-    def _to_capture(self, fused: FusedModule, rows: Sequence[int], calling: bool) -> Mapping[int, Any]:
-        """Return the new fingerprints of the members that programs must know from now on, by row.
+    def _hear_attributes(self, fused: FusedModule, calling: bool) -> None:
+        """Let the array describe members by their present attributes, if programs may read those that changed.
 
         A training loop may set attributes at every step: a few values are captured, then members run their own code.
         """
-        changes = {row: self.members[row].changed_names() for row in rows}
-        changes = {row: names for row, names in changes.items() if names != set()}
-        is_read = any(map(fused._situations.may_read, changes.values()))
-        if calling and (self._changing or not is_read):
-            self._outdated |= changes.keys()
-            self._quiet = 0 if is_read else self._quiet + 1
-            if not self._changing or self._quiet < self._quiet_calls:
-                return {}
-            self._quiet_calls = min(2 * self._quiet_calls, _MAX_QUIET_CALLS)
-        contents: dict[int, Any] = {}
-        for row in self._outdated | changes.keys():
-            member = self.members[row]
-            fingerprint = modeless_fingerprint(member.model)
-            if member.fingerprint is None:
-                member.fingerprint = modeless_fingerprint(fused._member(row))
-            if fingerprint != member.fingerprint:
-                contents[row] = fingerprint
-        if calling and not self._changing and contents and self._is_new(fused, contents):
-            self._states += 1
-            if self._states > MAX_VALUES:
-                name = min((name for names in changes.values() for name in names or ()), default="an attribute")
-                self._changing, self._quiet = (
-                    f"{name} of members changes often, and each value needs another program",
-                    0,
-                )
-                self._outdated = set(contents)
-                return {}
-        self._outdated, self._changing = set(), ""
-        return contents
-
-    @staticmethod
-    def _is_new(fused: FusedModule, contents: Mapping[int, Any]) -> bool:
-        """Return whether there are no programs yet for members with these fingerprints, by row."""
-        from hfusion.array.array_editing import Kinds
-
-        after = [contents.get(row, content) for row, content in enumerate(Kinds.of(fused).contents)]
-        return tuple(after) not in fused._states
-
-    def _renew(self, fused: FusedModule, changed: Mapping[int, Any]) -> None:
-        """Update members whose attributes have changed; ``changed`` has their new fingerprints, by row."""
         from hfusion.array.array_editing import Kinds, enter
 
+        self._outdated = calling and bool(self._changing)
+        if self._outdated:
+            return
         kinds, array = Kinds.of(fused), fused._array
-        after = list(kinds.contents)
-        for row, fingerprint in changed.items():
-            if fingerprint not in kinds.skeletons:
-                kinds.skeletons[fingerprint] = without_hooks(skeleton(row, self.members[row].model))
-            after[row] = fingerprint
-            self.members[row].fingerprint = fingerprint
-        distinct = list(dict.fromkeys(after))
-        comparison = replace(array.comparison, variants=tuple(map(distinct.index, after)))
-        skeletons = tuple(kinds.skeletons[content] for content in distinct)
-        enter(fused, kinds.contents, after, replace(array, skeletons=skeletons, comparison=comparison))
+        contents = {row: modeless_fingerprint(member.model) for row, member in self.members.items()}
+        changed = {row: content for row, content in contents.items() if content != kinds.contents[row]}
+        differing = [_differing_names(content, kinds.contents[row]) for row, content in changed.items()]
+        after = [changed.get(row, content) for row, content in enumerate(kinds.contents)]
+        if calling and changed:
+            self._outdated = not any(map(fused._situations.may_read, differing))
+            if not self._outdated and tuple(after) not in fused._states:
+                self._states += 1
+                if self._states > MAX_VALUES:
+                    name = min((name for names in differing for name in names or ()), default="an attribute")
+                    self._changing = f"{name} of members changes often, and each value needs another program"
+                    self._outdated = True
+        if changed and not self._outdated:
+            for row, content in changed.items():
+                if content not in kinds.skeletons:
+                    kinds.skeletons[content] = _without_hooks(self.members[row].skeleton())
+            enter(fused, kinds.contents, after, kinds.array(array, after))
 
     def _divide(self, fused: FusedModule) -> None:
-        """Update `split`: None if all members can be computed together."""
+        """Update `split`: empty if all members can be computed together."""
         base = fused.training_by_path()
-        own = {row: member.training for row, member in self.members.items()}
-        modes = [{**base, **own.get(row, {})} for row in range(len(fused))]
+        modes = [{**base, **self.members[b].training} if b in self.members else base for b in range(len(fused))]
         frozen = {name: flags for name, stack in fused.stacks.items() if (flags := frozen_rows(stack)) is not None}
         hooked = [(row, member.hooked) for row, member in sorted(self.members.items()) if member.hooked]
         reasons = [f"member {row} has a hook at {where}" for row, where in hooked]
-        if any(member_modes != modes[0] for member_modes in modes):
-            path = next(path for path in base if any(flags[path] != modes[0][path] for flags in modes))
-            rows = [[row for row, flags in enumerate(modes) if flags[path] == mode] for mode in (True, False)]
+        if (path := next((p for p in base if any(own[p] != modes[0][p] for own in modes)), None)) is not None:
+            rows = [[row for row, own in enumerate(modes) if own[path] == mode] for mode in (True, False)]
             reasons.append(f"{path or 'member'} is in train mode in members {rows[0]}, in eval mode in {rows[1]}")
         if frozen:
             name, not_trained = next(iter(frozen.items()))
             reasons.append(f"members {not_trained.nonzero().reshape(-1).tolist()} do not train {name}")
         if self._changing:
             reasons.append(f"{self._changing}; give it as an argument of forward, or keep it in a buffer")
-        if reasons:
-            trained = tuple((name, tuple(flags.tolist())) for name, flags in frozen.items())
-            key = tuple(tuple(own.values()) for own in modes), trained, tuple(hooked), self._changing
-            self.split = MembersApart(key, "; ".join(reasons))
-            return
-        self.split = None
-        for path, branch in fused.named_modules(remove_duplicate=False):
+        self.split = "; ".join(reasons)
+        for path, branch in fused.named_modules(remove_duplicate=False) if not reasons else ():
             branch.training = modes[0][path]
 
-    def freeze(self, fused: FusedModule) -> None:
+    def _freeze(self, fused: FusedModule) -> None:
         """Record on each stack which members train it."""
         shared = fused._array.comparison.shared
         for name, stack in fused.named_parameters():
@@ -350,22 +459,15 @@ class Views:
                 stack.requires_grad_(any(trains))
             freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains, device="cpu"))
 
-    def renew(self, fused: FusedModule) -> None:
-        """Set members' attributes and modes to those of the array."""
-        array, modes = fused._array, fused.training_by_path()
+    def restore(self, fused: FusedModule, modes: Mapping[int, Mapping[str, bool]], attributes: bool) -> None:
+        """Set members' modes, given by row and path, by default to the array's; with ``attributes``, also these."""
+        array, base = fused._array, fused.training_by_path()
         for row, member in self.members.items():
-            member.become(array.skeletons[array.comparison.variants[row]])
-            member.set(modes, member.settings.trained)
+            if attributes:
+                member.become(array.skeletons[array.comparison.variants[row]])
+            member.set(modes.get(row, base), member.trained)
         if self.members:
-            self.hear(fused, self.members)
-
-    def set_modes(self, fused: FusedModule, modes: Mapping[int, Mapping[str, bool]]) -> None:
-        """Set the members' modes, given by row and path; other members get those of the array."""
-        base = fused.training_by_path()
-        for row, member in self.members.items():
-            member.set(modes.get(row, base), member.settings.trained)
-        if self.members:
-            self.hear(fused, self.members)
+            self.hear(fused)
 
     def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
         """Update members: b is now ``sources[b]``, one of the ``members`` former rows or a model that joined."""
@@ -375,9 +477,11 @@ class Views:
                 freeze_rows(stack, torch.tensor(moved, device="cpu"))
         if not self.members:
             return
-        settings = {row: member.settings for row, member in self.members.items()}
         new_rows = _find_new_rows(sources, members)
         before, self.members = self.members, {}
+        origins = {row: before[source] for row, source in enumerate(sources) if source in before}
+        # An overwritten member gets the modes, flags and attributes of the one that it is a copy of.
+        likes = {row: origin.skeleton() for row, origin in origins.items() if new_rows.get(origin.row) != row}
         for row, member in before.items():
             if row in new_rows:
                 member.row = new_rows[row]
@@ -385,76 +489,95 @@ class Views:
             else:
                 member.leave()
         self.follow(fused)
-        array, base = fused._array, MemberSettings(fused.training_by_path(), {}, {})
-        for row, source in enumerate(sources):
-            # An overwritten member gets the modes, flags and attributes of the one that it is a copy of.
-            source_settings = settings.get(source) if isinstance(source, int) else None
-            if row not in self.members and source_settings is not None and _modes_differ(source_settings, base):
-                self.add(fused, row)
-            if row in self.members and source != row and settings.get(row, source_settings) is not None:
-                member, source_settings = self.members[row], source_settings or base
-                member.become(array.skeletons[array.comparison.variants[row]])
-                trained = source_settings.trained or {n: fused.stacks[n].requires_grad for n in member.parameters}
-                member.set(source_settings.modes, trained)
-        self.hear(fused, self.members)
+        array, base = fused._array, fused.training_by_path()
+        for row in range(len(sources)):
+            like, current = likes.get(row), self.members.get(row)
+            if current is None:
+                if like is not None and any(base[path] != mode for path, mode in _modes(like).items()):
+                    self.add(fused, row, like)
+            elif current is not origins.get(row):
+                trained = {name: fused.stacks[name].requires_grad for name in current.parameters}
+                current.become(array.skeletons[array.comparison.variants[row]])
+                current.set(*(base, trained) if like is None else (_modes(like), _trained(like)))
+        self.hear(fused)
 
 
-def differing_settings(views: Views, fused: FusedModule) -> dict[int, MemberSettings]:
-    """Return the settings in which members differ from the array, by row. Members must be up to date."""
-    base = MemberSettings(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
-    settings = {row: member.settings for row, member in views.members_by_row.items()}
+def _modes(model: nn.Module) -> dict[str, bool]:
+    return {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _differing_names(content: Any, other: Any) -> frozenset[str] | None:
+    """Return the names of the attributes by which two `modeless_fingerprint` differ; None if more does."""
+    if content[1:] != other[1:]:
+        return None
+    return frozenset(name.rpartition(".")[2] for name, _ in set(content[0]) ^ set(other[0]))
+
+
+def _without_hooks(model: nn.Module) -> nn.Module:
+    """Return ``model`` after removing the user's hooks."""
+    for module in model.modules():
+        for name in _HOOKS:
+            table = getattr(module, name)
+            for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
+                del table[key]
+    return model
+
+
+def _put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set the parameter or buffer ``name`` of ``model`` to ``tensor``."""
+    table, leaf, _ = holder_of(model, name)
+    table[leaf] = tensor
+
+
+def differing_members(views: Views, fused: FusedModule) -> dict[int, nn.Module]:
+    """Return skeletons of the members that differ from the array in modes, flags or hooks, by row.
+
+    Members must be up to date.
+    """
+    base, trained = fused.training_by_path(), {name: stack.requires_grad for name, stack in fused.stacks.items()}
     return {
-        row: own
-        for row, own in settings.items()
-        if _modes_differ(own, base) or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
+        row: member.skeleton()
+        for row, member in views.members.items()
+        if member.hooked
+        or any(base[path] != mode for path, mode in member.training.items())
+        or any(trained[name] != flag for name, flag in member.trained.items())
     }
-
-
-def restore(views: Views, fused: FusedModule, settings: Mapping[int, MemberSettings]) -> None:
-    """Apply the settings that `differing_settings` returned to members."""
-    if settings:
-        views.note(fused)
-    for row, own in settings.items():
-        member = views.add(fused, row)
-        member.set(own.modes, own.trained)
-        for path, hooks in own.hooks.items():
-            for hook in hooks:
-                hook.register(member.modules[path])
 
 
 def unfused(fused: FusedModule) -> list[nn.Module]:
     """Return copies of the members as separate models, with the settings of the members."""
     fused._views.update(fused)
-    whole, rows = fused._views.locate_members(fused)
-    array, stacks = whole._array, dict(tensors(whole))
+    array, stacks, members = fused._array, dict(tensors(fused)), fused._views.members
     shared_copies = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
-    models = {row: whole._around(row, member_rows(array, row, stacks, shared_copies)) for row in rows}
-    for row, settings in differing_settings(whole._views, whole).items():
-        if row not in models:
+    models = []
+    for row in range(len(fused)):
+        rows, member = member_rows(array, row, stacks, shared_copies), members.get(row)
+        # With its hooks: a method of one of its modules becomes one of the copy's.
+        if member is None:
+            models.append(fused._around(row, rows))
             continue
-        modules = dict(models[row].named_modules(remove_duplicate=False))
-        # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
-        memo = {id(module): modules[path] for path, module in whole._views.members[row].modules.items()}
-        for path, module in modules.items():
-            module.training = settings.modes[path]
-            for hook in settings.hooks.get(path, ()):
-                copy.deepcopy(hook, memo).register(module)
-        for name, parameter in models[row].named_parameters():
-            parameter.requires_grad_(settings.trained.get(name, parameter.requires_grad))
-    return list(models.values())
+        models.append(materialize(member.skeleton(), rows, member.training))
+        trained = member.trained
+        for name, parameter in models[-1].named_parameters():
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+    return models
 
 
 def check_together(fused: FusedModule, feature: str) -> None:
     """Raise FusionError if members run their own code, so that ``feature`` cannot hold them."""
     split = fused._split()
-    if split is not None:
+    if split:
         raise FusionError(
-            f"members of a fused {fused._original} cannot be computed together: {split.why}. {feature} needs members "
+            f"members of a fused {fused._original} cannot be computed together: {split}. {feature} needs members "
             "of equal modes and flags without hooks: call train() or eval() of the array, and remove the hooks"
         )
 
 
-def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
+def _check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
     """Raise a FusionError if the member ``model`` was changed so that it does not fit the array any more."""
     like = fused._member(row)
     others = dict(model.named_modules(remove_duplicate=False))
@@ -474,19 +597,6 @@ def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
         ) from error
 
 
-def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set the parameter or buffer ``name`` of ``model`` to ``tensor``."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    table: Any = module._parameters if leaf in module._parameters else module._buffers
-    table[leaf] = tensor
-
-
-def _modes_differ(settings: MemberSettings, base: MemberSettings) -> bool:
-    """Return whether a member is in other modes than its array, which may have more modules."""
-    return any(base.modes[path] != mode for path, mode in settings.modes.items())
-
-
 def _find_new_rows(sources: Sequence[Any], members: int) -> dict[int, int]:
     """Return the new rows of the members that remain; an overwritten member keeps its row."""
     rows = [source for source in sources if isinstance(source, int)]
@@ -497,3 +607,107 @@ def _find_new_rows(sources: Sequence[Any], members: int) -> dict[int, int]:
         if isinstance(source, int) and (source not in new_rows or source == index):
             new_rows[source] = index
     return new_rows
+
+
+# Train and eval of arrays whose members override them, and a context in which an array is in eval mode.
+# A frozen backbone, a teacher, adapters that merge: each member's own method runs, and what it changes is a change made
+# to that member.
+
+
+def own_modes(model: nn.Module) -> bool:
+    """Return whether a module of ``model`` overrides train or eval."""
+    return any(_overrides_mode(module) for module in model.modules())
+
+
+def _overrides_mode(module: nn.Module) -> bool:
+    kind = type(module)
+    overridden = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+    return overridden or "train" in vars(module) or "eval" in vars(module)
+
+
+def switch_mode(fused: FusedModule, path: str, set_mode: Callable[[nn.Module], object]) -> None:
+    """Call the members' own train or eval.
+
+    Raises:
+        FusionError: a member writes into a tensor that all share, or an array cannot hold what it does. Modules,
+            tensors and modes are then as before.
+    """
+    fused._split()
+    members = list(fused)
+    before = [(dict(tensors(member)), [(module, module.training) for module in member.modules()]) for member in members]
+    shared = {name: stack for name, stack in fused.stacks.items() if name in fused._array.comparison.shared}
+    try:
+        for index, member in enumerate(members):
+            for module in member.get_submodule(path).modules():
+                _check_bound(index, module)
+            with _Unwritten(index, shared):
+                set_mode(member.get_submodule(path))
+        fused._split()
+    except FusionError:
+        for member, (held, modes) in zip(members, before, strict=True):
+            for name, tensor in held.items():
+                _put_tensor(member, name, tensor)
+            for module, training in modes:
+                module.training = training
+        raise
+
+
+@contextmanager
+def evaluating(fused: FusedModule) -> Iterator[None]:
+    """Context manager: see `FusedModule.evaluating`."""
+    fused._split()
+    modes = [(branch, branch.training) for branch in fused._branches]
+    views, has_own = fused._views, own_modes(fused._array.skeletons[0])
+    state = ArrayState(fused._number, fused._array, fused._compiler)
+    values = [(t, t.requires_grad, t.detach().clone()) for t in fused.stacks.values()] if has_own else []
+    member_modes = {row: member.training for row, member in views.members.items()}
+    fused.eval()
+    written = any(t.requires_grad != trained or not torch.equal(t.detach(), value) for t, trained, value in values)
+    try:
+        if written:
+            with torch.no_grad():
+                for tensor, trained, value in values:
+                    tensor.requires_grad_(trained).copy_(value)
+            raise FusionError(
+                f"the own eval of {fused._original} changes parameters or buffers, and this evaluation uses them as "
+                "training has them; evaluate the trained models by themselves"
+            )
+        yield
+    finally:
+        for branch, training in modes:
+            branch.training = training
+        fused._enter(state)
+        views.restore(fused, member_modes, has_own)
+
+
+def _check_bound(index: int, module: nn.Module) -> None:
+    """Raise a FusionError if train or eval was set on the instance and is not bound to it, so cannot be copied."""
+    for name in ("train", "eval"):
+        method = vars(module).get(name)
+        if method is not None and not (isinstance(method, types.MethodType) and method.__self__ is module):
+            raise FusionError(
+                f"model {index}: {name} of {type(module).__name__} was set to {method}, which does not work on copies "
+                "of the module. Define it in the class, or set types.MethodType(function, module)."
+            )
+
+
+class _Unwritten(TorchDispatchMode):
+    """Refuses writes into the tensors that all members share, before they happen."""
+
+    def __init__(self, index: int, shared: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._index = index
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in shared.items()}
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for position, parameter in enumerate(func._schema.arguments):
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                argument = args[position] if position < len(args) else kwargs.get(parameter.name)
+                for name in (self._names.get(t.untyped_storage().data_ptr()) for t in leaves(argument, Tensor)):
+                    if name is not None:
+                        raise FusionError(
+                            f"the own train or eval of model {self._index} writes into {name}, which all members "
+                            "share. Give each model its own copy of it before fusing"
+                        )
+        return func(*args, **kwargs)

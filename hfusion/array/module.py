@@ -13,21 +13,18 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.array_description import Array, ArrayState, mark_tensors, partly_written
-from hfusion.array.array_editing import Rows
-from hfusion.array.eval_mode import evaluating, own_modes
+from hfusion.array.array_editing import Rows, TraceCache
 from hfusion.array.function_program_cache import note_call
-from hfusion.array.gathered_rows import chosen_rows, slice_of
-from hfusion.array.member_views import MembersApart, Views, check_together, differing_settings, restore, unfused
+from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
-from hfusion.array.program_reuse import TraceCache
 from hfusion.array.ragged_calls import run_ragged, size_reports
 from hfusion.array.unfused_calls import REFUSALS, call_members, plain_stacks, run_members, unserved
 from hfusion.array.variable_states import Situations
@@ -136,8 +133,8 @@ class FusedModule(Rows, Tree):
         arguments = Arguments.of(args, kwargs)
         try:
             split = self._split(calling=True)
-            if split is not None:
-                return run_members(self, arguments, split.why, writes=True)
+            if split:
+                return run_members(self, arguments, split, writes=True)
             if arguments.ragged:
                 return run_ragged(self, arguments)
             compiled = self._program(arguments)
@@ -199,9 +196,9 @@ class FusedModule(Rows, Tree):
         self._leave(compiled)
         return output
 
-    def _split(self, calling: bool = False) -> MembersApart | None:
-        """Return why members run their own code; None if all are computed together."""
-        return self._views.heed(self, calling) if self._views.exposed else None
+    def _split(self, calling: bool = False) -> str:
+        """Return why members run their own code; empty if all are computed together."""
+        return self._views.heed(self, calling) if self._views.exposed else ""
 
     def _leave(self, compiled: Compiled) -> None:
         """Adopt the train and eval modes that forward sets."""
@@ -253,7 +250,7 @@ class FusedModule(Rows, Tree):
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """Return the program for such a call in the current modes, or None if there is none yet."""
-        return None if self._split(calling=True) is not None else self._compiler.find(self._modes(arguments), arguments)
+        return None if self._split(calling=True) else self._compiler.find(self._modes(arguments), arguments)
 
     def compiled(self, arguments: Arguments) -> Compiled:
         """Return the program for such a call, compiling it if necessary. Raises FusionError."""
@@ -293,7 +290,7 @@ class FusedModule(Rows, Tree):
         if torch.compiler.is_dynamo_compiling():
             return (*self._modes(arguments), self._number)
         split = self._split(calling=True)
-        return (*self._modes(arguments), *(() if split is None else (split.key,)), self._number)
+        return (*self._modes(arguments), *((split,) if split else ()), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """Run the self-check of a program once, unless it was turned off. Raises FusionError."""
@@ -329,24 +326,21 @@ class FusedModule(Rows, Tree):
         """Context manager for eval mode; restores modes. Raises FusionError if the members' eval changes tensors."""
         return evaluating(self)
 
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-    @overload
-    def __getitem__(self, index: slice) -> FusedModule: ...
-    def __getitem__(self, index: int | slice) -> nn.Module:
+    def __getitem__(self, index: int) -> nn.Module:
         """Return member ``index`` as a module of its class; the same object as long as the member is in its row.
 
         Its tensors share the memory of the row, and its gradients are those of the array's row, in both directions.
         Changes made to it (modes, requires_grad, hooks, attributes) hold from the next call of the array on, or are
-        refused there. A slice is an array of those members. Its tensors share their rows, its gradients are separate.
+        refused there.
 
         Raises:
-            IndexError: out of range, or a slice of no member.
-            TypeError: neither an integer nor a slice.
-            ValueError: a slice with another step than 1.
+            IndexError: out of range.
+            TypeError: not an integer. An array of copies of some members is ``hf.fuse([fused[i] for i in rows])``.
         """
         if isinstance(index, slice):
-            return slice_of(self, index, chosen_rows(index, len(self)))
+            raise TypeError(
+                f"a member is taken by an integer, got {index}. Fuse copies: hf.fuse([fused[i] for i in rows])"
+            )
         members, index = len(self), operator.index(index)
         if not -members <= index < members:
             raise IndexError(f"member {index} of an array of {members}")
@@ -401,13 +395,16 @@ class FusedModule(Rows, Tree):
         self._views.update(self)
         excluded = STATE - {"_original", "_fixed", "_tied", "_array"}
         state = {name: value for name, value in super().__getstate__().items() if name not in excluded}
-        return {**state, "_member_settings": differing_settings(self._views, self)}
+        return {**state, "_differing_members": differing_members(self._views, self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = state.pop("_member_settings", {})
+        members = state.pop("_differing_members", {})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
-        restore(self._views, self, settings)
+        if members:
+            self._views.note(self)
+        for row, member in members.items():
+            self._views.add(self, row, member)
 
 
 # The fused module under `torch.export`: its program is looked up with example tensors, then traced.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.eval_mode import ModeSetter
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
 from hfusion.optim import coupling
@@ -170,11 +169,11 @@ class Tree(nn.Module):
         """See `train`."""
         return self._switched(lambda module: module.eval(), False)
 
-    def _switched(self, set_mode: ModeSetter, mode: bool) -> Tree:
+    def _switched(self, set_mode: Callable[[nn.Module], object], mode: bool) -> Tree:
         array, path, overrides = self._root()
         if array is not None and overrides:
             # Imported late, as it imports this.
-            from hfusion.array.eval_mode import switch_mode
+            from hfusion.array.member_views import switch_mode
 
             switch_mode(array, path, set_mode)
             return self

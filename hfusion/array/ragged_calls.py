@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.array.array_editing import Kin, Kinds
 from hfusion.array.function_program_cache import note_call
 from hfusion.array.gathered_rows import part_of
-from hfusion.array.program_reuse import trust
 from hfusion.array.ragged_rows import check_ragged, joined_blocks, rows_by_size
 from hfusion.array.unfused_calls import REFUSALS, call_members
 from hfusion.capture.registered_tensors import tensors
@@ -33,7 +33,6 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.compiler.fusion_report import FusionReport
-from hfusion.compiler.program_rows import of_rows
 from hfusion.compiler.verify import GRADIENTS, TIGHT, allowed_differences, fixed_projection, relative_difference
 from hfusion.core.calls import StackedInput
 from hfusion.core.errors import ForwardsDiffer, FusionError
@@ -232,20 +231,12 @@ def _outcome(outputs: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[t
 MAX_ARRAYS = 64
 
 
-@dataclass(frozen=True, eq=False)
-class SizedArray:
-    """A cached array for any members of the whole array that have the variants ``pattern``."""
-
-    pattern: tuple[int, ...]
-    array: FusedModule
-
-
-_arrays: WeakKeyDictionary[FusedModule, dict[Any, SizedArray]] = WeakKeyDictionary()
+_arrays: WeakKeyDictionary[FusedModule, dict[Any, FusedModule]] = WeakKeyDictionary()
 
 
 def size_reports(fused: FusedModule) -> list[FusionReport]:
     """Report how batches of different sizes have run: in the whole array, and in arrays for members of one size."""
-    arrays = [sized.array.report() for sized in _arrays.get(fused, {}).values()]
+    arrays = [array.report() for array in _arrays.get(fused, {}).values()]
     return [FusionReport((), (), size_lines(fused)), *arrays]
 
 
@@ -338,55 +329,26 @@ def _weightless(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
     return nn.Parameter(values, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else values
 
 
-def _modes_and_trained(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:
-    return array.training_by_path(), {name: p.requires_grad for name, p in array.named_parameters()}
-
-
 def _sized(fused: FusedModule, key: Any, rows: list[int]) -> FusedModule:
     arrays = _arrays.setdefault(fused, {})
     kinds = tuple((tensor.dtype, tensor.device) for tensor in fused.stacks.values())
-    modes, trained = _modes_and_trained(fused)
+    modes, trained = fused.training_by_path(), {name: p.requires_grad for name, p in fused.named_parameters()}
     key = (fused._number, key, tuple(modes.values()), kinds, tuple(trained.values()))
-    sized = arrays.pop(key, None)
-    if sized is None:
-        variants = fused._array.comparison.variants
-        sized = SizedArray(tuple(variants[row] for row in rows), part_of(fused, rows, _weightless))
-        sized.array._compiler.kin = _RelatedPrograms(fused, sized)
-    arrays[key] = sized
+    array = arrays.pop(key, None)
+    if array is None:
+        array = part_of(fused, rows, _weightless)
+        contents = tuple(Kinds.of(array).contents)
+        array._compiler.kin = Kin(array, array._compiler, contents, partial(_related, fused))
+    arrays[key] = array
     while len(arrays) > MAX_ARRAYS:
         del arrays[next(iter(arrays))]
-    for path, branch in sized.array.named_modules():
+    for path, branch in array.named_modules():
         branch.training = modes[path]
-    for name, parameter in sized.array.named_parameters():
+    for name, parameter in array.named_parameters():
         parameter.requires_grad_(trained[name])
-    return sized.array
+    return array
 
 
-@dataclass(frozen=True, eq=False)
-class _RelatedPrograms:
-    """Derives a program for ``sized`` from those of the whole array, or of its arrays for members of one size."""
-
-    fused: FusedModule
-    sized: SizedArray
-
-    def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
-        for pattern, donor in self._donors():
-            array = self.sized.array
-            if (
-                donor is array
-                or _modes_and_trained(donor) != _modes_and_trained(array)
-                or not set(self.sized.pattern) <= set(pattern)
-            ):
-                continue
-            program = donor._compiler.fitting(donor._modes(arguments), arguments)
-            if program is not None and not program.opaque:
-                derived = of_rows(program, [pattern.index(v) for v in self.sized.pattern], array._compiler.subject)
-                trust(donor, program, array, derived)
-                return derived
-        return None
-
-    def _donors(self) -> Iterator[tuple[tuple[int, ...], FusedModule]]:
-        yield self.fused._array.comparison.variants, self.fused
-        for (number, *_), sized in [*_arrays.get(self.fused, {}).items()]:
-            if number == self.fused._number:
-                yield sized.pattern, sized.array
+def _related(fused: FusedModule) -> list[FusedModule]:
+    """Return the whole array, and its arrays for members of one size."""
+    return [fused, *(array for (number, *_), array in _arrays.get(fused, {}).items() if number == fused._number)]

@@ -63,6 +63,18 @@ def modeless_fingerprint(model: nn.Module) -> Any:
     return attributes, tuple(_closures(model)), tuple(_hooks(model)), arrays, classes, shapes
 
 
+def value_keys(model: nn.Module, values: Sequence[Any]) -> list[Any]:
+    """Return the keys of ``values``, attributes of ``model``, as `modeless_fingerprint` reads them."""
+    reader = _AttributeReader(_registered(model), _content)
+    return [reader.read(value, "") for value in values]
+
+
+def _registered(model: nn.Module) -> dict[int, str]:
+    """Return the names of the model's own tensors and modules, by id."""
+    named = {id(tensor): name for name, tensor in tensors(model)}
+    return named | {id(module): path for path, module in model.named_modules()}
+
+
 def _hooks(model: nn.Module) -> Iterator[Any]:
     """The hooks that are a part of forward, in a comparable form."""
     reader = _AttributeReader({}, _content)
@@ -93,9 +105,7 @@ def contents(model: nn.Module) -> dict[str, Any]:
 
 
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
-    registered = {id(tensor): name for name, tensor in tensors(model)}
-    registered |= {id(module): path for path, module in model.named_modules()}
-    reader = _AttributeReader(registered, read_tensor)
+    reader = _AttributeReader(_registered(model), read_tensor)
     marked = {name: reader.read(value, name) for name, value in tensor_marks(model).items()}
     return marked | {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")

@@ -6,7 +6,7 @@ import enum
 import functools
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,6 @@ class Comparison:
     shared: frozenset[str]
     partly: frozenset[str] = frozenset()
     common: frozenset[str] = frozenset()
-
-    def of_members(self, chosen: Sequence[int]) -> tuple[Comparison, list[int]]:
-        """Return the comparison of some of the members, and the remaining variants in their new order."""
-        remaining = list(dict.fromkeys(self.variants[member] for member in chosen))
-        variants = tuple(remaining.index(self.variants[member]) for member in chosen)
-        return replace(self, variants=variants), remaining
 
 
 def compare(models: Sequence[nn.Module]) -> Comparison:

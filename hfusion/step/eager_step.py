@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.gathered_rows import BlockGradients, MemberBlock
+from hfusion.array.array_editing import trust
+from hfusion.array.gathered_rows import BlockGradients, GatheredRows
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.array.program_reuse import trust
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import FusionError
@@ -31,7 +31,7 @@ class EagerStep:
     def __init__(self, fused: FusedModule, loss: PerModel) -> None:
         self._fused, self._loss = fused, loss
         # Blocks by number of members.
-        self._blocks: dict[int, MemberBlock] = {}
+        self._blocks: dict[int, GatheredRows] = {}
 
     def run(
         self,
@@ -108,12 +108,12 @@ class EagerStep:
         block_args, block_kwargs = take_entries(tuple(args), rows), take_entries(kwargs, rows)
         return _expanded(self._block(rows, size).array(*block_args, **block_kwargs), len(self._fused))
 
-    def _block(self, rows: range, size: int) -> MemberBlock:
+    def _block(self, rows: range, size: int) -> GatheredRows:
         """Return the array of the members ``rows``. Raises FusionError if they cannot be computed separately."""
         try:
             block = self._blocks.get(len(rows))
             if block is None or not block.fits():
-                block = self._blocks[len(rows)] = MemberBlock.of(self._fused, rows)
+                block = self._blocks[len(rows)] = GatheredRows.of(self._fused, rows, live=True)
             else:
                 block.load(rows)
         except FusionError as error:
@@ -142,7 +142,7 @@ def _expanded(outputs: Any, members: int) -> Any:
     return pytree.tree_map(first, outputs)
 
 
-def _trust_whole(fused: nn.Module, block: MemberBlock, block_inputs: Arguments, inputs: Arguments) -> None:
+def _trust_whole(fused: nn.Module, block: GatheredRows, block_inputs: Arguments, inputs: Arguments) -> None:
     """Let the program of all members, and those of later blocks, skip the self-check that this block has passed."""
     if block_inputs.ragged or inputs.ragged:
         return

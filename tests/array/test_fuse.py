@@ -542,3 +542,86 @@ def test_batches_of_no_samples_leave_statistics_alone(name: str) -> None:
     torch.testing.assert_close(array(x), torch.stack([member(x) for member in members]))
     for key, stack in array.state_dict().items():
         torch.testing.assert_close(stack, torch.stack([member.state_dict()[key] for member in members]))
+
+
+# Tensors that some members share, and members that are saved by themselves.
+
+
+class Adapted(nn.Module):
+    """An adapter on a frozen base with a buffer."""
+
+    def __init__(self, base: nn.Module, slope: float = 0.1) -> None:
+        super().__init__()
+        self.base, self.adapter, self.act = base, nn.Linear(4, 3).double(), nn.LeakyReLU(slope)
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.norm(self.act(self.base(x))))
+
+
+def base() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().requires_grad_(False).eval()
+
+
+def saved(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue())
+
+
+def test_a_member_is_saved_by_itself() -> None:
+    models = [nn.Linear(64, 64).to(torch.bfloat16) for _ in range(8)]
+    array = hf.fuse(models)
+    member = array[3]
+    one = 2 * 64 * 65
+    assert one < saved(member.state_dict()) < 2 * one
+    assert one < saved(member) < 2 * one
+    assert len(pickle.dumps(member)) < 2 * one
+    with torch.no_grad():
+        member.weight.fill_(3)
+        member.state_dict()["bias"].fill_(4)
+    assert (array.get_parameter("weight")[3] == 3).all()
+    assert (array.get_parameter("bias")[3] == 4).all()
+
+
+def two_bases(order: str) -> list[nn.Module]:
+    bases = {name: base() for name in "AB"}
+    return [Adapted(bases[name]) for name in order]
+
+
+@pytest.mark.parametrize("order", ["AAB", "ABA", "ABB", "AABB"])
+def test_a_frozen_tensor_that_some_members_share(order: str) -> None:
+    array = assert_alone(two_bases(order), normal(6, 4), normal(3, 4))
+    weight = array.get_parameter("base.0.weight")
+    assert weight.shape[0] == len(order)
+    assert not weight.requires_grad
+    waiting = iter(two_bases(order))
+    built = hf.build(lambda: next(waiting), seeds=list(range(len(order))))
+    models, x = built.unfuse(), normal(6, 4)
+    close(built(x), [model(x) for model in models], "built")
+    same = [[torch.equal(m.base[0].weight, n.base[0].weight) for m in models] for n in models]
+    assert same == [[a == b for a in order] for b in order]
+
+
+@pytest.mark.parametrize("order", ["AAB", "ABA", "ABB"])
+def test_a_trained_tensor_that_some_members_share_is_refused(order: str) -> None:
+    models = two_bases(order)
+    for model in models:
+        model.base.requires_grad_(True)
+    words = r"base.0.weight is one object in some models but not in all|base.0.bias is one object in some"
+    with pytest.raises(hf.FusionError, match=words):
+        hf.fuse(models)
+    waiting = iter(models)
+    with pytest.raises(hf.FusionError, match=words):
+        hf.build(lambda: next(waiting), seeds=[0, 1, 2])
+
+
+def test_trained_tensors_in_the_same_memory_are_refused() -> None:
+    a, b = nn.Bilinear(4, 4, 4), nn.Bilinear(4, 4, 4)
+    b.weight.data = a.weight.data
+    with pytest.raises(hf.FusionError, match="weight of model 0 and weight of model 1 share memory"):
+        hf.fuse([a, b])
+    first, second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    second[1].weight = first[0].weight
+    with pytest.raises(hf.FusionError, match=r"1.weight is one object in some models"):
+        hf.fuse([first, second])
