@@ -81,13 +81,13 @@ def save(
 
 def gather(
     writer: SaveWriter,
-    fused: FusedModule,
+    module: nn.Module,
     optimizer: FusedOptimizer | None,
     scheduler: Any,
     scaler: GradScaler | None,
 ) -> None:
-    """Collect copies of an array and of all that trains it in ``writer``."""
-    writer.module(fused)
+    """Collect copies of an array or a single model, and of all that trains it, in ``writer``."""
+    writer.module(module)
     if optimizer is not None:
         _check_ours("optimizer", optimizer, FusedOptimizer)
         writer.optimizer(optimizer)

@@ -85,14 +85,16 @@ class SaveWriter:
         self.tensors |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}
         return encoded
 
-    def module(self, fused: FusedModule) -> None:
-        fused._views.update(fused)
+    def module(self, module: nn.Module) -> None:
+        """Store the tensors of an array, or of a single model that has marks."""
+        if isinstance(module, FusedModule):
+            module._views.update(module)
         names = {}
-        for name, tensor in tensors_of(fused):
+        for name, tensor in tensors_of(module):
             check_whole_stack(tensor, "save it with torch.distributed.checkpoint")
             names[name] = is_per_member(tensor)
             self._keep(f"module/{name}", tensor, membership(tensor))
-        self.body["module"] = {"class": fused._original, "stacked": names}
+        self.body["module"] = {"stacked": names}
 
     def optimizer(self, optimizer: FusedOptimizer) -> None:
         groups = []

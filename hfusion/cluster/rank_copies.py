@@ -68,9 +68,9 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
 
 def _member_state(group: TrainingGroup, row: int) -> dict[str, Any]:
     """Return the state of the member in a row; for a free or frozen row, a dict with an ``error`` message."""
-    roll = group._roll
-    if roll.tags[row] is None or bool(roll.frozen[row]):
-        state = "is free" if roll.tags[row] is None else f"holds {roll.tag(row)!r}, which went bad and is frozen"
+    tag = group.table["tag"][row]
+    if tag is None or bool(group.table["frozen"][row]):
+        state = "is free" if tag is None else f"holds {tag!r}, which went bad and is frozen"
         return {"error": f"row {row} of rank {dist.get_rank()} {state}: copy a healthy member"}
     return {
         "tables": {name: table.take([row]).to("cpu") for name, table in _tables(group).items()},
@@ -93,22 +93,21 @@ def _put(population: Population, row: int, member: dict[str, Any]) -> None:
             "a function that makes a scheduler does not go to another rank; give both members the same one"
         )
     group.check_between()
-    group._drop_gradients()
-    roll, name = group._roll, group._roll.tags[row]
+    group.drop_gradients()
+    name = group.table["tag"][row]
     for kind, table in own.items():
         if table is not group.table:
             table.put([row], received[kind])
     group.put_rows([row], received["member"])
     if group.scheduler is not None:
         group.scheduler.load_member(row, member["scheduler"])
-    group.rows[row] = row
-    if name is None:
+    if is_new := name is None:
         (name,) = population._names.given([None], population.tags)
-        roll.rename(row, name)
-        roll.note(row, EventKind.START)
-        population._changed()
-    roll.rename(row, name)
-    roll.note(row, EventKind.COPY, tag)
+    group.table.enter(row, name, row)
+    if is_new:
+        group.table.note(row, EventKind.START)
+    group.table.note(row, EventKind.COPY, tag)
+    population._changed()
 
 
 def _tables(group: TrainingGroup) -> dict[str, MemberTable]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class MemberTable:
                         column[row] = self.empty[kind]
 
     @torch.no_grad()
-    def take(self, rows: Sequence[int], free: int = 0) -> MemberTable:
+    def take(self, rows: Sequence[int], free: int = 0) -> Self:
         """Return a table of copies of ``rows``, which may repeat, and then of ``free`` rows without a member."""
         places = [*rows, *[rows[0]] * free]
         index: dict[torch.device, Tensor] = {}
@@ -85,7 +85,8 @@ class MemberTable:
                 columns[name] = column.index_select(0, index[column.device])
             else:
                 columns[name] = [copy.copy(column[row]) for row in places]
-        part = MemberTable(len(places), columns, self.empty)
+        part = copy.copy(self)
+        part.rows, part.columns = len(places), columns
         part.clear(range(len(rows), len(places)))
         return part
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,15 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import take_entries
 from hfusion.population.evaluation import check_entries, joined_rows
-from hfusion.population.members import apart
-from hfusion.population.plain_module import PlainModule, of_row, with_row
+from hfusion.population.plain_group import of_row, with_row
 from hfusion.population.population import Population
+from hfusion.population.training_group import copied_member
 from hfusion.population.weights import check_member_weights
 
 _SMALL = (torch.float16, torch.bfloat16)
 
-_Group = tuple[FusedModule | PlainModule, Sequence[int | None]]
-"""An array or a plain model, and the row of the population of each of its members; None where a row is free."""
+_Group = tuple[nn.Module, Sequence[int | None], Callable[[int], nn.Module]]
+"""An array or a plain model; the row of the population of each member, None for a free row; and how to copy one."""
 
 
 class JoinedMembers(nn.Module):
@@ -101,7 +102,7 @@ class Ensemble(nn.Module):
     ) -> None:
         super().__init__()
         groups, members = _groups(models)
-        live = sorted(row for _, of_group in groups for row in of_group if row is not None)
+        live = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
         chosen = _weights(weights, members, live)
         rows = [row for row in live if chosen[row] > 0]
         if not rows:
@@ -147,9 +148,9 @@ class Ensemble(nn.Module):
 def _groups(models: Any) -> tuple[list[_Group], int]:
     """The arrays and plain models with the rows of their members, and the number of rows."""
     if isinstance(models, Population):
-        return [(group.fused, group.rows) for group in models._groups], len(models)
+        return [(group.fused, group.rows, group.copied) for group in models._groups], len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
-    return [(fused, range(len(fused)))], len(fused)
+    return [(fused, range(len(fused)), partial(copied_member, fused))], len(fused)
 
 
 def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Sequence[int]) -> Tensor:
@@ -170,18 +171,18 @@ def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedMod
     Otherwise members are copied: to an array for each group, or as a plain model where a group has one member.
     """
     chosen = set(rows)
-    is_whole = all(row in chosen for _, of_group in groups for row in of_group)
+    is_whole = all(row in chosen for _, of_group, _ in groups for row in of_group)
     modules: list[nn.Module] = []
     members: list[list[int]] = []
-    for fused, of_group in groups:
+    for module, of_group, copied in groups:
         chosen_rows = [row for row in of_group if row is not None and row in chosen]
         if not chosen_rows:
             continue
         members.append(chosen_rows)
         if is_whole:
-            modules.append(fused.model if isinstance(fused, PlainModule) else fused)
+            modules.append(module)
         else:
-            copies = [apart(cast(FusedModule, fused), of_group.index(row)) for row in chosen_rows]
+            copies = [copied(of_group.index(row)) for row in chosen_rows]
             modules.append(copies[0] if len(copies) == 1 else fuse(copies))
     if members == [list(rows)] and isinstance(modules[0], FusedModule):
         return modules[0]

@@ -35,7 +35,7 @@ def evaluate(population: Population, metric: Callable[..., Any], loader: Iterabl
     values: dict[int, float] = {}
     for group in population._groups:
         rows = {local: row for local, row in enumerate(group.rows) if row is not None}
-        names = {local: group._roll.tag(local) for local in rows}
+        names = {local: group.table.tag(local) for local in rows}
         numbers = member_metrics(outputs[group.number], metric, names, rows)
         values |= {rows[local]: number for local, number in numbers.items()}
     return values
@@ -50,7 +50,7 @@ def member_outputs(population: Population, loader: Iterable[Any]) -> tuple[Any, 
     outputs = _group_outputs(population, loader)
     joined = [joined_batches(outputs[group.number]) for group in population._groups]
     rows = [group.rows for group in population._groups]
-    in_order = population._whole or [row for of_group in rows for row in of_group] == list(range(len(population)))
+    in_order = not population._parted or [row for of_group in rows for row in of_group] == list(range(len(population)))
     order = None if in_order else population._layout.order.clamp(max=sum(map(len, rows)) - 1)
     return joined_rows([output for output, _ in joined], rows, order), joined[0][1]
 
@@ -90,6 +90,16 @@ def check_entries(values: Any, rows: int) -> None:
             )
 
 
+def check_stacked(arguments: Any, rows: Sequence[int]) -> None:
+    """Raise a ValueError unless every stacked tensor has an entry for each of ``rows``."""
+    for count in entry_counts(arguments):
+        if count != len(rows):
+            raise ValueError(
+                f"a stacked argument holds {count} entries, and rows={list(rows)} names {len(rows)} "
+                "members: give one entry for each of them, in that order"
+            )
+
+
 def _group_outputs(population: Population, loader: Iterable[Any]) -> dict[int, Outputs]:
     """Return the outputs in eval mode and targets of each batch, by number of the group; reads every batch once."""
     outputs: dict[int, Outputs] = {group.number: [] for group in population._groups}
@@ -103,10 +113,10 @@ def _group_outputs(population: Population, loader: Iterable[Any]) -> dict[int, O
                 group = queue.popleft()
                 if group.number not in modes:
                     modes[group.number] = ExitStack()
-                    modes[group.number].enter_context(group.fused.evaluating())
+                    modes[group.number].enter_context(group.evaluating())
                 args, kwargs = call_arguments(take_entries(inputs, group.entries()), {})
                 try:
-                    output = group.fused(*args, **kwargs)
+                    output = group.outputs(args, kwargs)
                 except ForwardsDiffer as error:
                     # The group leaves eval mode, since splitting it copies members with their modes.
                     modes.pop(group.number).close()

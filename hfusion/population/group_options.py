@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import is_row
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import HyperValue, read
+from hfusion.optim.hyper import HyperValue, member_vector, plain, read
 from hfusion.optim.lr_scheduler import Make, one_for_each
-from hfusion.population.accumulation import check_calls
-from hfusion.population.update_guard import OnNonfinite, check_limits, common_value
 from hfusion.step.compile_mode import Compile
 
-if TYPE_CHECKING:
-    from hfusion.population.training_group import TrainingGroup
+OnNonfinite = Literal["freeze", "raise", "ignore"]
+
+LIMITS = ("clip_norm", "clip_value")
+"""The columns of bounds of the members' gradients, float64 ``[rows]``: of their norm, and of their magnitude."""
 
 
 class GroupOptions:
@@ -79,17 +79,7 @@ class GroupOptions:
         self.numbers = MemberTable(total, {**limits, "calls": check_calls(accumulate, total)})
         self.initial_limits: dict[str, float | None] = {name: common_value(v) for name, v in limits.items()}
         self.initial_calls: int | None = common_value(self.numbers["calls"])
-        self.initial_hypers: tuple[Mapping[str, float | None], ...] | None = None
-
-    def with_initial_values(self, group: TrainingGroup) -> GroupOptions:
-        """Return the options with the initial values of ``group``, which joining members get by default."""
-        options = copy.copy(self)
-        options.scaler = copy.deepcopy(self.scaler)
-        if options.scaler is not None and group.scaler is not None:
-            options.scaler.initial_values = dict(group.scaler.initial_values)
-        options.initial_hypers = tuple(map(dict, group.optimizer.initial_values))
-        options.initial_limits, options.initial_calls = group.initial_limits, group._updates.initial_calls
-        return options
+        self.initial_hypers: list[dict[str, float | None]] | None = None
 
     def schedule_of_new(self, scheduler: Make | None) -> Make | None:
         """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
@@ -132,7 +122,7 @@ class GroupOptions:
                     pair[hyper.index] = pair[hyper.index][list(rows)].clone()
                     param_group[hyper.key] = tuple(pair)
         if self.initial_hypers is not None and len(self.initial_hypers) == len(optimizer.initial_values):
-            optimizer.initial_values = [dict(values) for values in self.initial_hypers]
+            optimizer.initial_values = copy.deepcopy(self.initial_hypers)
         return optimizer
 
     def scaler_of(self, rows: Sequence[int]) -> GradScaler | None:
@@ -150,3 +140,48 @@ def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = Fals
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} values for {count} members that join: give one value, or {count}")
     return float(value[index]) if isinstance(value[index], torch.Tensor) else value[index]
+
+
+def check_limits(rows: int, **given: HyperValue | None) -> dict[str, Tensor]:
+    """Return the limits that are given, by name. Raises ValueError for a wrong number of values, or a value below 0."""
+    limits = {}
+    for name, value in given.items():
+        if value is not None:
+            limits[name] = values = plain(member_vector(name, value, rows))
+            if not bool((values >= 0).all()):
+                raise ValueError(f"{name}={values.tolist()}: every limit must be at least 0")
+    return limits
+
+
+def common_value(values: Tensor) -> Any:
+    """Return the value that all rows have; None if they differ."""
+    return values[0].item() if bool((values == values[0]).all()) else None
+
+
+def limits_of_new(initial: Mapping[str, float | None], **given: HyperValue | None) -> dict[str, Tensor]:
+    """Return the limits of a member that starts; one that is not given is what all members began with.
+
+    ``initial``: the limits that all members began with, by name; None where they differed.
+
+    Raises ValueError for None if members began with different limits, or for a limit that the population lacks.
+    """
+    for name, value in given.items():
+        if name not in initial and value is not None:
+            raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
+        if name in initial and value is None and initial[name] is None:
+            raise ValueError(
+                f"{name} differs between the members: say what it is for those that join, {name}=...; "
+                'float("inf") clips nothing'
+            )
+    return check_limits(1, **{name: initial[name] if given[name] is None else given[name] for name in initial})
+
+
+def check_calls(calls: int | Sequence[int] | Tensor | None, members: int) -> Tensor:
+    """Return how many calls make an update, int64 ``[members]``. Raises ValueError for invalid or too few ``calls``."""
+    values = calls.tolist() if isinstance(calls, Tensor) else calls
+    values = [values] * members if isinstance(values, int) else list(values or ())
+    if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in values):
+        raise ValueError(f"accumulate={calls}: at least one call of step makes an update, and a whole number of them")
+    if len(values) != members:
+        raise ValueError(f"accumulate has {len(values)} values for {members} members: give one, or one for each")
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

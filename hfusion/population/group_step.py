@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,10 @@ from hfusion.core.errors import ForwardsDiffer
 from hfusion.device.backend import backend
 from hfusion.optim.hyper import HyperValue
 from hfusion.population.evaluation import check_entries
-from hfusion.population.group_options import value_of
+from hfusion.population.group_options import limits_of_new, value_of
 from hfusion.population.grouping import part, settle_waiting
 from hfusion.population.members import nonfinite
-from hfusion.population.training_group import TrainingGroup
+from hfusion.population.training_group import DeferredUpdates, TrainingGroup
 from hfusion.step.memory_budget import state_bytes
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ def step_groups(
     workers, groups = population._workers, population._held_groups
     all_step = rows is None and weights is None
     with (
-        updates_of_groups(population) as updates,
+        one_update(population) as deferred,
         GroupDraws(_device(groups)) as draws,
         workers.step(
             groups, draws, (lambda group: arguments_of(group, group.entries(entries))) if all_step else None
         ) as losses,
     ):
-        queue = deque(workers.owned_here(groups))
+        queue, before, after = deque(workers.owned_here(groups)), population.steps, population.steps
         while queue:
             group = queue.popleft()
             chosen = [local for local, row in enumerate(group.rows) if row in entries]
@@ -60,13 +60,17 @@ def step_groups(
             whole = len(chosen) == len(group.live)
             places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
             x, y, named = arguments_of(group, places)
+            group.deferred, population._history.step = deferred, before
             try:
-                with draws.of_group(group.key), workers.at_home(group), updates.of_group(group, whole):
+                with draws.of_group(group.key), workers.at_home(group):
                     losses[group.number] = group.step(
                         x, y, None if whole else chosen, take_entries(weights, places), named
                     )
             except ForwardsDiffer as error:
                 queue.extendleft(reversed(part(population, group, error, None if whole else chosen)))
+            finally:
+                group.deferred = None
+                after = population._history.step = max(after, population._history.step)
     like = next(iter(losses.values()))
     no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
     # Groups may have parted. The layout is kept, so that members need not come home.
@@ -76,23 +80,43 @@ def step_groups(
 
 def _note_memory(population: Population) -> None:
     """Set for each group the bytes that the state of the other groups takes, if memory is limited."""
-    if population._made_with.memory is not None:
+    if population._options.memory is not None:
         sizes = [state_bytes(group.fused, group.optimizer) for group in population._held_groups]
         for group, size in zip(population._held_groups, sizes, strict=True):
             group.elsewhere = sum(sizes) - size
 
 
 @contextmanager
-def updates_of_groups(population: Population) -> Iterator[GroupUpdates]:
-    """Context manager: groups make updates, which count as one. Deferred updates are made at the end."""
-    updates = GroupUpdates(not population._whole and population._made_with.on_nonfinite == "raise")
-    yield updates
-    updates.make()
-    population._set_steps(max([population._steps, *(group._roll.step for group in population._held_groups)]))
+def one_update(population: Population) -> Iterator[DeferredUpdates | None]:
+    """Context manager: the updates of several groups count as one.
+
+    With ``on_nonfinite="raise"`` this yields what the groups defer, and makes these updates at the end. If values of
+    members are not finite, it raises a NonFiniteError before the first, and the groups give up their updates.
+    """
+    history, deferred = population._history, None
+    if population._parted and population._options.on_nonfinite == "raise":
+        deferred = DeferredUpdates()
+    yield deferred
+    if deferred is None:
+        return
+    before, bad = history.step, list[tuple[int, str]]()
+    for group, losses, due in deferred.updates:
+        found = group.bad_members(losses, due)
+        for local in [] if found is None else found.nonzero().reshape(-1).tolist():
+            bad.append((group.rows[local] or 0, group.table.tag(local)))
+    if bad:
+        for group in dict.fromkeys([*deferred.stepped, *(group for group, _, _ in deferred.updates)]):
+            group.give_up()
+        raise nonfinite(bad, before)
+    for group, losses, due in deferred.updates:
+        group.deferred, history.step = None, before
+        group._update(losses, due)
+    for write in deferred.writes:
+        write()
 
 
 def _device(groups: Sequence[TrainingGroup]) -> torch.device:
-    devices = [p.device for group in groups for p in group.fused.parameters()]
+    devices = [p.device for group in groups for p in group.parameters()]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
@@ -101,12 +125,17 @@ def flush(population: Population) -> bool:
 
     Their gradients stay divided by ``accumulate``, as in the last group of an epoch of `hfusion.Task`.
     """
-    flushed = []
-    with population._lock, updates_of_groups(population) as updates:
+    flushed = False
+    with population._lock, one_update(population) as deferred:
+        before = after = population.steps
         for group in population._groups:
-            with updates.of_group(group):
-                flushed.append(group.flush())
-    return any(flushed)
+            group.deferred, population._history.step = deferred, before
+            try:
+                flushed |= group.flush()
+            finally:
+                group.deferred = None
+                after = population._history.step = max(after, population._history.step)
+    return flushed
 
 
 def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) -> None:
@@ -114,55 +143,9 @@ def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) 
     with population._lock:
         for index, row in enumerate(rows):
             group, local = population._layout.slot_of(row)
-            group.limit_norms([local], value_of("norms", norms, index, len(rows)))
-
-
-class GroupUpdates:
-    """Makes each group's update right after its gradients; ``together``: all after the gradients of the last group."""
-
-    def __init__(self, together: bool) -> None:
-        self._together = together
-        self._stepped: list[TrainingGroup] = []
-        self._waiting: list[tuple[TrainingGroup, Tensor, Tensor]] = []
-        self._finishing: list[Callable[[], object]] = []
-
-    @contextmanager
-    def of_group(self, group: TrainingGroup, whole: bool = True) -> Iterator[None]:
-        """Context manager: a group makes a step. ``whole``: all of its members take part."""
-        if not self._together:
-            yield
-            return
-        group._deferred = self
-        if whole:
-            self._stepped.append(group)
-        try:
-            yield
-        finally:
-            group._deferred = None
-
-    def add(self, group: TrainingGroup, losses: Tensor, due: Tensor) -> None:
-        """Defer an update of a group, or of some of its members that are stepped separately."""
-        self._waiting.append((group, losses, due))
-
-    def finish(self, write: Callable[[], object]) -> None:
-        """Defer ``write``, which runs after the deferred updates."""
-        self._finishing.append(write)
-
-    def make(self) -> None:
-        """Make the deferred updates. If values of members are not finite, raise a NonFiniteError before the first."""
-        bad: list[tuple[int, str]] = []
-        for group, losses, due in self._waiting:
-            for local in group.bad_members(losses, due).nonzero().reshape(-1).tolist():
-                bad.append((group.rows[local] or 0, group._roll.tag(local)))
-        if bad:
-            for group in self._stepped:
-                group.give_up()
-            raise nonfinite(bad, self._waiting[0][0]._roll.step)
-        for group, losses, due in self._waiting:
-            group._deferred = None
-            group._update(losses, due)
-        for write in self._finishing:
-            write()
+            norm = value_of("norms", norms, index, len(rows))
+            known: dict[str, float | None] = {"clip_norm": None} if "clip_norm" in group.table else {}
+            group.table["clip_norm"][local] = limits_of_new(known, clip_norm=norm)["clip_norm"][0]
 
 
 _WORD = (1 << 63) - 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from hfusion.capture.attribute_fingerprint import fingerprint
@@ -15,7 +16,7 @@ from hfusion.capture.compare_models import check_alone, check_models, check_pair
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import ForwardsDiffer, FusionError
-from hfusion.population.moving import MemberState, copy_member_state, put_member_state
+from hfusion.core.member_table import MemberTable
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -44,6 +45,64 @@ class PopulationGroup:
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.rows))
         return f"{self.kind} of row{'s' if len(self.rows) > 1 else ''} {rows}: {self.why}"
+
+
+@dataclass(frozen=True, eq=False)
+class MemberLayout:
+    """The group of each row of a population, and the row there.
+
+    Attributes:
+        slots: for each row of the population, its group and the row there; None for a free row.
+        order: for each row of the population, its index into the concatenated rows of all groups; free rows have the
+            index after the last.
+    """
+
+    slots: tuple[tuple[TrainingGroup, int] | None, ...]
+    order: Tensor
+
+    @staticmethod
+    def of(groups: Sequence[TrainingGroup], size: int) -> MemberLayout:
+        """Return the layout of ``groups`` in a population of ``size`` rows."""
+        slots: list[tuple[TrainingGroup, int] | None] = [None] * size
+        start, order = 0, [sum(map(len, groups))] * size
+        for group in groups:
+            for local, row in enumerate(group.rows):
+                if row is not None:
+                    slots[row], order[row] = (group, local), start + local
+            start += len(group)
+        return MemberLayout(tuple(slots), torch.tensor(order, device="cpu"))
+
+    @property
+    def live(self) -> list[int]:
+        return [row for row, slot in enumerate(self.slots) if slot is not None]
+
+    @property
+    def free(self) -> list[int]:
+        return [row for row, slot in enumerate(self.slots) if slot is None]
+
+    @property
+    def tags(self) -> list[str | None]:
+        """The members' names by row."""
+        return [None if slot is None else slot[0].table["tag"][slot[1]] for slot in self.slots]
+
+    def slot_of(self, row: int) -> tuple[TrainingGroup, int]:
+        """Return a member's group and its row there. Raises ValueError for a free row."""
+        slot = self.slots[row]
+        if slot is None:
+            raise ValueError(f"row {row} is free; members are in rows {self.live}")
+        return slot
+
+    def collected(self, values: Sequence[Tensor]) -> Tensor:
+        """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group; NaN or 0 for free rows."""
+        if not values:
+            return torch.zeros(len(self.slots), dtype=torch.int64, device="cpu")
+        first = values[0]
+        dtype = first.dtype
+        for value in values[1:]:
+            dtype = torch.promote_types(dtype, value.dtype)
+        empty = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=first.device)
+        joined = torch.cat([*(value.to(first.device, dtype) for value in values), empty])
+        return joined[self.order.to(first.device)]
 
 
 @dataclass(frozen=True)
@@ -171,9 +230,42 @@ def shared_frozen(models: Sequence[nn.Module], others: Sequence[nn.Module] = ())
     return frozenset(id(p) for p in frozen if (p.device, _address(p)) in shared_addresses)
 
 
+# A member that moves from one group of a population to another, with all that belongs to it.
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """A member's model and training state, independent of any group: tables of one row, see `TrainingGroup.tables`."""
+
+    model: nn.Module
+    tables: dict[str, MemberTable]
+
+    @property
+    def tag(self) -> str:
+        """The member's name."""
+        return self.tables["member"]["tag"][0]  # type: ignore[no-any-return]
+
+
+def copy_member_state(group: TrainingGroup, row: int) -> MemberState:
+    """Return a copy of the member in ``row`` of a group, with its training state."""
+    group.table.tag(row)
+    group.settle()
+    tables = {name: table.take([row]) for name, table in group.tables().items()}
+    return MemberState(group.copied(row), tables)
+
+
+def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTable]) -> None:
+    """Write the training state of a member to a row of a group that has its model already, and what it lacks here."""
+    group.optimizer.put([row], tables)
+    for name, table in group.own_tables().items():
+        if name in tables and table is not group.table:
+            table.put([row], tables[name])
+    group.put_rows([row], tables["member"])
+
+
 def settle_waiting(population: Population) -> None:
     """Let plain members that were split off a group join another, unless members are amid an update together."""
-    if population._unsettled and not any(group._common and group._updates.underway for group in population._groups):
+    if population._unsettled and not any(group._common and group.table.underway for group in population._groups):
         waiting = [group for group in population._unsettled if group in population._groups]
         population._unsettled = []
         settle(population, waiting)
@@ -189,8 +281,8 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
         if target is None:
             moving.remove(group.number)
             group.why = group.why or UNIQUE
-            continue
-        joining.setdefault(target.number, (target, []))[1].append(group)
+        else:
+            joining.setdefault(target.number, (target, []))[1].append(group)
     for target, groups in joining.values():
         _unite(population, target, groups)
 
@@ -208,12 +300,9 @@ def _target(population: Population, group: TrainingGroup, moving: set[int]) -> T
     ]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
-    model_fingerprint = fingerprint(model)
-    return next((other for other in candidates if model_fingerprint in _fingerprints(other)), candidates[0])
-
-
-def _fingerprints(group: TrainingGroup) -> list[object]:
-    return [fingerprint(group.fused._member(local)) for local, row in enumerate(group.rows) if row is not None]
+    content = fingerprint(model)
+    fits = (o for o in candidates if content in [fingerprint(o.read(local)) for local in o.table.live])
+    return next(fits, candidates[0])
 
 
 def _unite(population: Population, target: TrainingGroup, groups: Sequence[TrainingGroup]) -> None:
@@ -226,7 +315,7 @@ def _unite(population: Population, target: TrainingGroup, groups: Sequence[Train
             united = population._group_of([copy_member_state(target, 0), *states], ())
             population._add(united, [target.live[0], *rows], TWINS, index)
             _inherit(population, target, united)
-            target.rows = [None]
+            target.release([0])
         else:
             _receive(target, states, rows)
     except FusionError as error:
@@ -234,20 +323,17 @@ def _unite(population: Population, target: TrainingGroup, groups: Sequence[Train
             group.why = shortened(str(error))
         return
     for group in groups:
-        group.rows = [None]
-    population._changed()
+        group.release([0])
 
 
 def _receive(target: TrainingGroup, states: Sequence[MemberState], rows: Sequence[int]) -> None:
     """Add members to an array, in free or new rows. Raises FusionError, and then adds none."""
-    missing = len(states) - len(target._roll.free)
-    if missing > 0:
-        target.grow(missing)
-    free_rows = target._roll.free[: len(states)]
-    target.put(free_rows, [state.model for state in states])
-    for free_row, row, state in zip(free_rows, rows, states, strict=True):
-        put_member_state(target, free_row, state.tables)
-        target.rows[free_row] = row
+    places = target.places(rows)
+    target.drop_gradients()
+    target.fused.put(places, [state.model for state in states])
+    for place, row, state in zip(places, rows, states, strict=True):
+        put_member_state(target, place, state.tables)
+        target.rows[place] = row
 
 
 def part(
@@ -259,9 +345,9 @@ def part(
     or have batches of another size; they stay with a member that reads the same state. Raises the error itself if it
     does not tell the members apart.
     """
-    population._divide()
     group.check_between()
-    live = [local for local, row in enumerate(group.rows) if row is not None]
+    population.check_hooks()
+    live = group.table.live
     if chosen is None:
         parts = [rows for of_graph in error.groups if (rows := [local for local in of_graph if local in live])]
     else:
@@ -284,7 +370,8 @@ def part(
         _inherit(population, group, new)
         new_groups.append(new)
     population._apart |= {frozenset((first.number, second.number)) for first, second in combinations(new_groups, 2)}
-    group.rows = [None] * len(group.rows)
+    group.release(range(len(group)))
+    population._parted = True
     population._changed()
     # Not now: another group that they may join may have made this step already.
     population._unsettled += [new for new in new_groups if new.is_plain]
@@ -296,10 +383,10 @@ def _with_others(group: TrainingGroup, parts: Sequence[list[int]], others: Seque
     by_content: dict[object, list[int]] = {}
     for rows in parts:
         for local in rows:
-            by_content[fingerprint(group.fused._member(local))] = rows
+            by_content[fingerprint(group.read(local))] = rows
     divided = list(parts)
     for local in others:
-        content = fingerprint(group.fused._member(local))
+        content = fingerprint(group.read(local))
         if content not in by_content:
             by_content[content] = []
             divided.append(by_content[content])
@@ -314,7 +401,7 @@ def _reasons(
     if len(parts) == 1:
         # A member that differs has left: its row is free.
         return [group.why]
-    models = [[group.fused._member(local) for local in rows[:_COMPARED]] for rows in parts]
+    models = [[group.read(local) for local in rows[:_COMPARED]] for rows in parts]
     reasons = []
     for number, rows in enumerate(parts):
         other = int(number == 0)

@@ -116,7 +116,7 @@ class Hparams(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         population = self._population
-        whole, live = population._whole, population._layout.live
+        whole, live = not population._parted, population._layout.live
         held = [(group, *_vectors(group.optimizer, key)) for group in population._groups]
         count = max((len(columns) for _, columns, _ in held), default=0)
         if not count:
@@ -151,7 +151,7 @@ class Hparams(MutableMapping[str, Any]):
         ]
         for group, of_group in zip(groups, hypers, strict=True):
             for hyper, vector in zip(of_group, new_vectors, strict=False):
-                hyper.check(vector.tolist() if self._population._whole else vector[group.live].tolist())
+                hyper.check(vector.tolist() if not self._population._parted else vector[group.live].tolist())
         for held_vector, vector in zip(vectors, new_vectors, strict=True):
             held_vector.copy_(vector)
 

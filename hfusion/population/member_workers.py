@@ -23,8 +23,8 @@ from hfusion.device.backend import active_autocast
 from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
 from hfusion.device.openmp import torch_threads
 from hfusion.population.group_step import GroupDraws
+from hfusion.population.grouping import copy_member_state, put_member_state
 from hfusion.population.members import Event
-from hfusion.population.moving import copy_member_state, put_member_state
 from hfusion.population.training_group import TrainingGroup
 from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
 from hfusion.torch_private.module_hooks import has_global_hooks
@@ -100,7 +100,9 @@ class MemberWorkers:
         self._losses, self._draws = {}, draws
         for worker, members in self._workers.items():
             assert arguments is not None
-            worker.call(StepRequest(draws.number, groups[0]._roll.step, {g.number: arguments(g) for g in members}))
+            worker.call(
+                StepRequest(draws.number, groups[0].table.history.step, {g.number: arguments(g) for g in members})
+            )
             self._computing.append(worker)
         try:
             yield self._losses
@@ -115,8 +117,9 @@ class MemberWorkers:
             answer: StepAnswer = worker.poll()
             for number, (loss, dtype) in answer.losses.items():
                 self._losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
-            self._workers[worker][0]._roll.step = answer.step
-            self._workers[worker][0]._roll.lineage.extend(answer.events)
+            history = self._workers[worker][0].table.history
+            history.step = max(history.step, answer.step)
+            history.events.extend(answer.events)
             assert self._draws is not None
             self._draws.has_drawn |= answer.has_drawn
             if answer.failure is not None and failure is None:
@@ -193,7 +196,7 @@ def _read_settings() -> Any:
 
 def _may_leave(group: TrainingGroup) -> bool:
     """Return whether a worker can own a group: a plain member on the CPU, without functions that the user runs here."""
-    if not group.is_plain or group._gradient_hooks or group._on_nonfinite == "raise" or not group.active_rows:
+    if not group.is_plain or group.gradient_hooks or group.options.on_nonfinite == "raise" or not group.active_rows:
         return False
     if any(tensor.device.type != "cpu" for _, tensor in tensors(group.model)):
         return False
@@ -220,12 +223,12 @@ def _serve(members: Sequence[TrainingGroup], is_orphan: Callable[[], bool]) -> C
 
 
 def _stepped(members: Sequence[TrainingGroup], request: StepRequest) -> StepAnswer:
-    lineage = members[0]._roll.lineage
-    before, losses, failure = len(lineage), {}, None
+    history = members[0].table.history
+    before, losses, failure, step = len(history.events), {}, None, request.step
     draws = GroupDraws(_CPU)
     draws.number = request.draws
     for group in members:
-        group._roll.step = request.step
+        history.step = request.step
         inputs, target, keywords = request.arguments[group.number]
         try:
             with draws.of_group(group.key):
@@ -234,13 +237,14 @@ def _stepped(members: Sequence[TrainingGroup], request: StepRequest) -> StepAnsw
             failure = Failure(error)
             break
         losses[group.number] = float(loss), loss.dtype
-    step = max(group._roll.step for group in members)
-    return StepAnswer(losses, step, lineage[before:], draws.has_drawn, failure)
+        step = max(step, history.step)
+    return StepAnswer(losses, step, history.events[before:], draws.has_drawn, failure)
 
 
 def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[str, Tensor], bytes]:
     """Return what steps change of a member: its tables, its tensors and its Python attributes."""
-    tables = {n: table for n, table in copy_member_state(group, 0).tables.items() if n not in ("best", "schedule")}
+    state = copy_member_state(group, 0).tables
+    tables = {name: table.to("cpu") for name, table in state.items() if name not in ("best", "schedule")}
     return tables, {name: tensor.detach() for name, tensor in tensors(group.model)}, _packed_attributes(group.model)
 
 
@@ -254,7 +258,7 @@ def _put_away_state(
             tensor.copy_(held[name])
     for path, values in _unpacked_attributes(attributes, model).items():
         vars(model.get_submodule(path)).update(values)
-    group.fused.zero_grad()
+    group.drop_gradients()
     put_member_state(group, 0, tables)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, overload
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.module import FusedModule
-from hfusion.core.copies import module_copy
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import NonFiniteError
+from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import is_per_member
+from hfusion.core.membership import is_per_member, member_rows
 from hfusion.core.row_indices import check_once
-from hfusion.population.plain_module import PlainModule
+from hfusion.optim.group import membership_of
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -71,100 +71,180 @@ def no_best(rows: int) -> MemberTable:
     return MemberTable(rows, {**columns, "score": columns["score"].double()}, NO_BEST)
 
 
-class Roll:
-    """The members of a group by row, in columns of its table, and the history of the population.
+@dataclass
+class History:
+    """The number of updates of a population, and the events of its members, in order."""
 
-    The columns are ``tag``, the member's name, and ``row``, its row of the population, both None where a row is free;
-    ``alive``, whether it is taken; ``age``, the number of the member's updates; ``frozen``, whether it makes no steps
-    since a loss or gradient was not finite; and ``key``, which determines the random numbers of compiled steps: it is
-    computed from the member's name, and a copy has the key of its source.
+    step: int = 0
+    events: list[Event] = field(default_factory=list)
+
+
+class GroupTable(MemberTable):
+    """The members of a group by row: names, ages, and the progress of their updates.
+
+    Columns about the member:
+
+    - ``tag``: its name, and ``row``, its row of the population. Both are None where a row is free.
+    - ``alive``: whether the row is taken.
+    - ``age``: the number of its updates.
+    - ``frozen``: whether it makes no steps since a loss or gradient was not finite.
+    - ``key``: determines the random numbers of compiled steps. It is computed from the name; a copy has its source's.
+    - ``clip_norm``, ``clip_value``: limits of its gradients, where the population has them.
+
+    Columns about its present update:
+
+    - ``calls``: how many calls make an update, and ``done``: how many were made.
+    - ``spoilt``: whether a loss was not finite.
+    - ``sum/NAME``: the sum of a parameter's gradients, kept outside of ``grad``, which a compiled step overwrites.
+      A row without a gradient so far is zero, and marked in ``absent/NAME``.
+    - ``before/NAME``: a tensor that forward may write to, as it was before the update, to restore if that fails.
+
+    Args:
+        numbers: the columns ``calls``, ``clip_norm`` and ``clip_value`` of the members.
+        history: of the population.
 
     Attributes:
-        step: the number of updates of the population.
-        lineage: its history, which all groups share.
+        holds: whether tensors that forward may write to are held in ``before/``.
     """
 
-    def __init__(self, table: MemberTable, step: int = 0) -> None:
-        self._table, self.step, self.lineage = table, step, list[Event]()
-
-    @staticmethod
-    def begin(table: MemberTable) -> Roll:
-        """Add columns of free rows to a table."""
-        nobody = torch.zeros(table.rows, dtype=torch.int64, device="cpu")
-        table["tag"], table["row"] = [None] * table.rows, [None] * table.rows
-        table.columns |= {"alive": nobody.bool(), "age": nobody, "frozen": nobody.bool(), "key": nobody.clone()}
-        return Roll(table)
-
-    @property
-    def tags(self) -> list[str | None]:
-        return self._table["tag"]  # type: ignore[no-any-return]
-
-    @property
-    def alive(self) -> Tensor:
-        return self._table["alive"]  # type: ignore[no-any-return]
-
-    @property
-    def ages(self) -> Tensor:
-        return self._table["age"]  # type: ignore[no-any-return]
-
-    @property
-    def frozen(self) -> Tensor:
-        return self._table["frozen"]  # type: ignore[no-any-return]
-
-    @property
-    def keys(self) -> Tensor:
-        return self._table["key"]  # type: ignore[no-any-return]
+    def __init__(self, numbers: MemberTable, history: History) -> None:
+        super().__init__(numbers.rows, numbers.columns, EMPTY)
+        nothing = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
+        self.columns |= {"tag": [None] * self.rows, "row": [None] * self.rows}
+        self.columns |= {name: nothing.bool() for name in ("alive", "frozen", "spoilt")}
+        self.columns |= {name: nothing.clone() for name in ("age", "key", "done")}
+        self.history, self.holds = history, False
 
     @property
     def live(self) -> list[int]:
         """The rows that are taken."""
-        return [row for row, tag in enumerate(self.tags) if tag is not None]
+        return [row for row, tag in enumerate(self["tag"]) if tag is not None]
 
     @property
     def free(self) -> list[int]:
-        return [row for row, tag in enumerate(self.tags) if tag is None]
-
-    def count_step(self) -> None:
-        """Count a step that all members have made."""
-        self.ages.add_(self.alive)
-        self.step += 1
+        return [row for row, tag in enumerate(self["tag"]) if tag is None]
 
     def tag(self, row: int) -> str:
         """Return the name of the member in a row. Raises ValueError for a free row."""
-        name = self.tags[row]
+        name: str | None = self["tag"][row]
         if name is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
         return name
 
-    def enter(self, row: int, tag: str, source: str | None = None) -> None:
-        """Record a member in a free row: a new one, or with ``source`` a copy of the member of that name."""
-        self.rename(row, tag)
-        if source is None:
-            self.keys[row] = key_of(tag)
-        self.note(row, EventKind.START if source is None else EventKind.COPY, source)
-
-    def rename(self, row: int, tag: str | None) -> None:
-        """Write the name in a row without an event in the history; None frees the row."""
-        self.tags[row], self.alive[row] = tag, tag is not None
-
-    def thaw(self, row: int) -> None:
-        """Let a frozen member train again."""
-        if bool(self.frozen[row]):
-            self.note(row, EventKind.THAW)
-            self.frozen[row] = False
+    def enter(self, row: int, tag: str, population_row: int | None) -> None:
+        """Write the name of a member, and its row of the population, without an event in the history."""
+        self["tag"][row], self["row"][row], self["alive"][row] = tag, population_row, True
 
     def note(self, row: int, kind: EventKind, source: str | None = None) -> None:
         """Add an event of a member to the history."""
-        self.lineage.append(Event(self.step, self.tag(row), kind, source))
+        self.history.events.append(Event(self.history.step, self.tag(row), kind, source))
+
+    def thaw(self, row: int) -> None:
+        """Let a frozen member train again."""
+        if bool(self["frozen"][row]):
+            self.note(row, EventKind.THAW)
+            self["frozen"][row] = False
 
     def freeze(self, bad: Tensor, raises: bool) -> None:
         """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""
         rows = bad.nonzero().reshape(-1).tolist()
         if rows and raises:
-            raise nonfinite([(self._table["row"][row], self.tag(row)) for row in rows], self.step)
+            raise nonfinite([(self["row"][row], self.tag(row)) for row in rows], self.history.step)
         for row in rows:
             self.note(row, EventKind.FREEZE)
-        self.frozen.logical_or_(bad)
+        self["frozen"].logical_or_(bad)
+
+    # Updates that take several calls.
+
+    @property
+    def underway(self) -> bool:
+        """True if a member has made some of the calls of an update."""
+        return bool(self["done"].any())
+
+    def count(self, training: Tensor) -> Tensor:
+        """Count a call of members ``training``. Return which complete an update or do not train, bool ``[rows]``."""
+        self["done"] = self["done"] + training
+        done: Tensor = (self["done"] == self["calls"]) | ~training
+        return done
+
+    def end(self, rows: Tensor) -> None:
+        """Let the next call of members ``rows``, bool ``[rows]``, be the first of an update."""
+        self["done"] = self["done"].masked_fill(rows, 0)
+        self["spoilt"] = self["spoilt"] & ~rows
+        if not self.underway:
+            self.discard()
+
+    def discard(self) -> None:
+        """Discard the gradients of unfinished updates, and the values of tensors that forward may have written to."""
+        self.drop("sum", "absent", "before")
+        self.holds = False
+
+    def clear_updates(self, rows: Sequence[int]) -> None:
+        """Discard the unfinished updates of members ``rows``."""
+        self.clear(rows, ("done", "spoilt", "sum", "absent"))
+        if not self.underway:
+            self.discard()
+
+    @torch.no_grad()
+    def add_gradients(self, params: Iterable[tuple[str, Tensor]]) -> None:
+        """Add the gradients of one call to the sums."""
+        for name, param in params:
+            if param.grad is None:
+                continue
+            grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
+            absent = torch.zeros(self.rows, dtype=torch.bool, device="cpu") if absent is None else absent.cpu()
+            if f"sum/{name}" in self:
+                self[f"sum/{name}"].add_(grad)
+                self[f"absent/{name}"] = self[f"absent/{name}"] & absent
+            else:
+                # Cloned, since a replayed step writes its gradients to the same memory again.
+                self[f"sum/{name}"], self[f"absent/{name}"] = grad.clone(), absent
+
+    @torch.no_grad()
+    def hand_over(self, params: Iterable[tuple[str, Tensor]], due: Tensor) -> None:
+        """Write the sums of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and begin new sums."""
+        everybody = bool(due.all())
+        for name, param in params:
+            param.grad = None
+            if f"sum/{name}" not in self:
+                continue
+            sums, absent = self[f"sum/{name}"], self[f"absent/{name}"]
+            if membership_of(param).standalone:
+                param.grad = None if bool(absent) else sums[0]
+                continue
+            param.grad = sums if everybody else sums.clone()
+            if not everybody:
+                param.grad[~due.to(sums.device)] = 0
+            mark_absent(param.grad, absent | ~due)
+        if everybody:
+            self.drop("sum", "absent")
+        else:
+            self.clear(due.nonzero().reshape(-1).tolist(), ("sum", "absent"))
+
+    def hold(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Save the present values of these tensors that are not held yet."""
+        if names := [name for name in names if f"before/{name}" not in self]:
+            for name, rows in _written_rows(module, names):
+                self[f"before/{name}"] = rows.clone()
+
+    def renew(self, module: nn.Module, members: Tensor) -> None:
+        """Save the present values of ``members``, bool ``[rows]``, if values are held."""
+        for name, rows in _written_rows(module, list(self.of("before"))):
+            places = members.nonzero().reshape(-1).to(rows.device)
+            self[f"before/{name}"][places] = rows[places]
+
+    @torch.no_grad()
+    def put_back(self, module: nn.Module, members: Tensor) -> None:
+        """Restore the tensors that forward may have written to, of ``members``, bool ``[rows]``."""
+        for name, rows in _written_rows(module, list(self.of("before"))):
+            places = members.nonzero().reshape(-1).to(rows.device)
+            rows[places] = self[f"before/{name}"][places]
+
+
+def _written_rows(module: nn.Module, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """Return tensors by key as ``[rows, ...]``, without those that all members share; writing there writes to them."""
+    found = ((name, tensor) for name, tensor in tensors(module) if name in names) if names else ()
+    return [(n, member_rows(t.detach(), membership_of(t))) for n, t in found if is_per_member(t)]
 
 
 @dataclass
@@ -245,7 +325,7 @@ class Models(Sequence[nn.Module | None]):
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         slot = self._population._layout.slots[index]
-        return None if slot is None else slot[0].fused[slot[1]]
+        return None if slot is None else slot[0].member(slot[1])
 
     def __iter__(self) -> Iterator[nn.Module | None]:
         return (self[row] for row in range(len(self)))
@@ -258,15 +338,3 @@ def listed(name: str, value: Any, kind: type) -> list[Any]:
     if not isinstance(value, Iterable):
         raise ValueError(f"{name} must be one {kind.__name__}, or one for each row, got {value!r}")
     return list(value)
-
-
-def apart(fused: FusedModule | PlainModule, row: int) -> nn.Module:
-    """Return a copy of a member that shares the frozen parameters of all members."""
-    if isinstance(fused, PlainModule):
-        # This works even if the user has changed the model to one that its optimizer does not fit.
-        return fused.copied()
-    view = fused._views.members.get(row)
-    model = fused._member(row) if view is None else view.model
-    per_member = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}
-    frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
-    return module_copy(model, {id(parameter): parameter for parameter in frozen})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,21 +25,27 @@ from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.population.chosen_rows import check_stacked
-from hfusion.population.evaluation import check_entries, evaluate
-from hfusion.population.group_options import GroupOptions
+from hfusion.population.evaluation import check_entries, check_stacked, evaluate
+from hfusion.population.group_options import GroupOptions, OnNonfinite
 from hfusion.population.group_step import step_groups
-from hfusion.population.grouping import TWINS, Candidates, PopulationGroup, grouped, shared_frozen
+from hfusion.population.grouping import (
+    TWINS,
+    MemberLayout,
+    MemberState,
+    PopulationGroup,
+    grouped,
+    part,
+    put_member_state,
+    shared_frozen,
+)
 from hfusion.population.hparams import Hparams, MemberSchedules
 from hfusion.population.joining import copy_members, start
+from hfusion.population.loss_weights import check_keyword, check_weights, rows_of_weights
 from hfusion.population.member_workers import MemberWorkers
-from hfusion.population.members import Event, EventKind, Models, Names, apart, check_name, key_of, listed
-from hfusion.population.moving import MemberState, put_member_state
-from hfusion.population.plain_member import group_of
-from hfusion.population.sample_weights import check_keyword, check_weights, rows_of_weights
+from hfusion.population.members import Event, EventKind, History, Models, Names, check_name, key_of, listed
+from hfusion.population.plain_group import group_of
 from hfusion.population.saving import load, save
-from hfusion.population.training_group import MemberLayout, TrainingGroup
-from hfusion.population.update_guard import OnNonfinite
+from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import BestMembers, average
 from hfusion.step.compile_mode import Compile
 from hfusion.torch_private.optimizer_hooks import has_step_hooks
@@ -118,9 +122,6 @@ class Population:
         memory: str | int | None = None,
         processes: int = 1,
     ) -> None:
-        candidates = [] if isinstance(models, FusedModule) else grouped(models)
-        if len(candidates) < 2:
-            candidates = [Candidates(tuple(range(len(models))), TWINS)]
         options = GroupOptions(
             len(models),
             optimizer=optimizer,
@@ -135,50 +136,40 @@ class Population:
             memory=memory,
             processes=processes,
         )
-        self._begin(len(models), options, whole=len(candidates) == 1)
+        self._begin(len(models), options)
         if tags is not None and len(tags) != len(models):
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
         for row, tag in enumerate(tags or ()):
             check_name(tag, list(tags or ())[:row])
         names = self._names.given(tags or [None] * len(models), [])
-        self._lineage += [Event(0, name, EventKind.START) for name in names]
-        shared = frozenset() if self._whole else shared_frozen(cast(Sequence[nn.Module], models))
-        for candidate in candidates:
-            rows = list(candidate.models)
-            of_group = models if self._whole else [models[row] for row in rows]
-            group = self._new_group(of_group, rows, shared, scaler)
-            self._add(group, rows, candidate.why, names=[names[row] for row in rows])
+        self._history.events += [Event(0, name, EventKind.START) for name in names]
+        if isinstance(models, FusedModule) or len(candidates := grouped(models)) == 1:
+            array = models if isinstance(models, FusedModule) else fuse(list(models))
+            rows = list(range(len(models)))
+            group = TrainingGroup.begin(array, options, rows, self._history)
+            if scaler is not None:
+                # The only array has the user's scaler itself.
+                scaler.begin(len(group))
+                group.scaler = scaler
+            self._add(group, rows, TWINS, names=names)
+        else:
+            shared = shared_frozen(models)
+            for candidate in candidates:
+                rows = list(candidate.models)
+                group = group_of([models[row] for row in rows], options, rows, shared, self._history)
+                self._add(group, rows, candidate.why, names=[names[row] for row in rows])
+        self._changed()
 
-    def _new_group(
-        self,
-        models: Sequence[nn.Module] | FusedModule,
-        origins: Sequence[int],
-        shared: Collection[int],
-        scaler: GradScaler | None,
-    ) -> TrainingGroup:
-        """Return a group of initial members; the only array has the user's scaler itself. See `TrainingGroup`."""
-        if not self._whole:
-            return group_of(cast(Sequence[nn.Module], models), self._made_with, origins, shared)
-        group = TrainingGroup(
-            models if isinstance(models, FusedModule) else fuse(list(models)), self._made_with, origins
-        )
-        if scaler is not None:
-            scaler.begin(len(group))
-        group.scaler = scaler
-        return group
-
-    def _begin(self, size: int, options: GroupOptions | None, whole: bool) -> None:
-        """Create a population without groups.
-
-        size: the number of rows. whole: whether the members will be one array, whose rows are those of the population.
-        """
-        self._size, self._options, self._whole = size, options, whole
+    def _begin(self, size: int, options: GroupOptions) -> None:
+        """Create a population of ``size`` rows without groups."""
+        self._size, self._options = size, options
         # In the order in which they are stepped.
         self._held_groups: list[TrainingGroup] = []
-        self._steps = self._numbers = 0
+        # Whether there have been several groups: they draw random numbers apart from each other from then on.
+        self._parted = False
+        self._numbers = 0
         self._names = Names()
-        # Shared by all groups.
-        self._lineage: list[Event] = []
+        self._history = History()
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         # Pairs of groups, by number, whose members look alike but whose forwards differ.
         self._apart: set[frozenset[int]] = set()
@@ -192,67 +183,50 @@ class Population:
         self._lock = FairLock()
         self._saving: Writing | None = None
         # They own plain members while only steps are made.
-        self._workers = MemberWorkers(1 if self._options is None else self._options.processes)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the array of all members, such as ``pop.fused``."""
-        if "_whole" not in vars(self) or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
-        if self._whole:
-            return getattr(self._groups[0], name)
-        raise self._no(name)
+        self._workers = MemberWorkers(self._options.processes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without functions that pickle cannot find by name."""
+        """Return the state for pickle and copy.deepcopy."""
         self._workers.come_home()
         excluded = ("_lock", "_held_layout", "_saving", "_workers")
-        state = {name: value for name, value in vars(self).items() if name not in excluded}
-        try:
-            if self._whole:
-                pickle.dumps(self._options)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            state["_options"] = None
-        return state
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._prepare()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Population:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        state = {**self.__getstate__(), "_options": self._options}
-        copied.__setstate__(copy.deepcopy(state, memo))
-        return copied
-
     @property
     def array(self) -> TrainingGroup:
-        """The group of all members. Raises AttributeError if they form several groups, see `groups`."""
-        if self._whole:
-            return self._groups[0]
-        raise self._no("array")
-
-    def _no(self, name: str) -> AttributeError:
-        return AttributeError(
-            f"this population has no {name} of all members: they are {len(self.groups)} groups, each with its own; "
-            "pop.groups shows them, and step, evaluate, hparams, models, scheduler and save are of all"
-        )
-
-    def _divide(self) -> None:
-        """Let the members of one array be several groups from now on. Raises FusionError if they cannot."""
-        if not self._whole:
-            return
-        if self._options is None:
-            raise FusionError(
-                "this population came out of a pickle without the functions that make its optimizers, as these are "
-                "of no module: save it by pop.save, or give functions that pickle knows"
+        """The group of all members, an array with the population's rows. Raises AttributeError for several groups."""
+        if self._parted:
+            raise AttributeError(
+                f"the members are {len(self.groups)} groups, each with an array or a model, an optimizer and a scaler "
+                "of its own; pop.groups shows them, and step, evaluate, hparams, models, scheduler and save are of all"
             )
-        if has_step_hooks(self._groups[0].optimizer):
+        return self._groups[0]
+
+    @property
+    def fused(self) -> FusedModule:
+        """The array of all members, see `array`."""
+        return self.array.fused
+
+    @property
+    def optimizer(self) -> FusedOptimizer:
+        """The optimizer of the array of all members, see `array`."""
+        return self.array.optimizer
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler of the array of all members, see `array`."""
+        return self.array.scaler
+
+    def check_hooks(self) -> None:
+        """Raise a FusionError if one array becomes several groups, and its optimizer has hooks of its step."""
+        if not self._parted and has_step_hooks(self._groups[0].optimizer):
             raise FusionError(
                 "members become several groups, each with an optimizer of its own, and the optimizer of the array "
                 "has hooks of its step: use register_gradient_hook, or each after step, which are for all members"
             )
-        self._steps = self.steps
-        self._options, self._whole = self._options.with_initial_values(self._groups[0]), False
 
     def _add(
         self,
@@ -263,34 +237,35 @@ class Population:
         names: Sequence[str] = (),
     ) -> None:
         """Add a group whose members are in ``rows``, at an index or at the end; ``names``: those of new members."""
-        group.rows, group.why = list(rows), why
+        group.why, group.table["row"] = why, list(rows)
         for local, name in enumerate(names):
-            group._roll.rename(local, name)
-            group._roll.keys[local] = key_of(name)
-        group._roll.lineage, group._roll.step = self._lineage, self._steps
-        group._gradient_hooks = self._gradient_hooks
+            group.table.enter(local, name, rows[local])
+            group.table["key"][local] = key_of(name)
+        group.gradient_hooks = self._gradient_hooks
         self._numbers += 1
         group.number = self._numbers
-        self._groups.insert(len(self._groups) if at is None else at, group)
+        self._held_groups.insert(len(self._held_groups) if at is None else at, group)
         self._held_layout = None
 
     def _changed(self) -> None:
         """Remove groups without members, and compute the layout again when it is needed."""
-        if not self._whole:
-            self._held_groups = [group for group in self._groups if group.live]
+        live = [group for group in self._held_groups if group.live]
+        self._parted |= live not in ([], self._held_groups[:1])
+        if self._parted:
+            self._held_groups = live
+        else:
+            # One array has the population's rows, free ones too.
+            self._held_groups = self._held_groups[:1]
+            self._size = len(self._held_groups[0])
         self._held_layout = None
 
     def _group_of(self, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
         """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
-        group = group_of([state.model for state in states], self._made_with, [0] * len(states), shared)
+        models = [state.model for state in states]
+        group = group_of(models, self._options, [0] * len(states), shared, self._history)
         for row, state in enumerate(states):
             put_member_state(group, row, state.tables)
         return group
-
-    @property
-    def _made_with(self) -> GroupOptions:
-        assert self._options is not None, "without options there is one array only"
-        return self._options
 
     @property
     def _groups(self) -> list[TrainingGroup]:
@@ -308,9 +283,8 @@ class Population:
     def __repr__(self) -> str:
         frozen = f", {len(self.frozen)} frozen" if self.frozen else ""
         members = f"{len(self._layout.live)} members in {len(self)} rows{frozen}, step {self.steps}"
-        if self._whole:
-            group = self._groups[0]
-            return f"Population({group.fused._original}, {type(group.optimizer).__name__}, {members})"
+        if not self._parted:
+            return f"Population({self.array.kind.__name__}, {type(self.optimizer).__name__}, {members})"
         return "\n  ".join([f"Population({members})", *map(str, self.groups)])
 
     def __len__(self) -> int:
@@ -328,7 +302,7 @@ class Population:
     @property
     def widths(self) -> Widths:
         """Number of rows for a number of members; several groups keep the largest number so far."""
-        return self._groups[0]._widths if self._whole else Widths(self._size)
+        return Widths(self._size) if self._parted else self.array._widths
 
     @property
     def hparams(self) -> Hparams:
@@ -343,18 +317,9 @@ class Population:
     @property
     def scheduler(self) -> PerMember | MemberSchedules | None:
         """The members' schedules; None without."""
-        if self._whole:
-            return self._groups[0].scheduler
-        return None if self._made_with.schedules is None else MemberSchedules(self)
-
-    @scheduler.setter
-    def scheduler(self, scheduler: PerMember | None) -> None:
-        if not self._whole:
-            raise AttributeError(
-                f"the members are {len(self._groups)} groups, each with schedulers of its own: give scheduler= "
-                "when the population is made, or restart a member's, pop.scheduler.restart(rows, make)"
-            )
-        self._groups[0].scheduler = scheduler
+        if not self._parted:
+            return self.array.scheduler
+        return None if self._options.schedules is None else MemberSchedules(self)
 
     @property
     def best(self) -> BestMembers:
@@ -369,28 +334,23 @@ class Population:
     @property
     def ages(self) -> Tensor:
         """Number of updates of the member in each row: int64 ``[rows]``."""
-        return self._layout.collected([group._roll.ages for group in self._groups])
+        return self._layout.collected([group.table["age"] for group in self._groups])
 
     @property
     def frozen(self) -> list[int]:
         """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
-        frozen = self._layout.collected([group._roll.frozen for group in self._groups])
+        frozen = self._layout.collected([group.table["frozen"] for group in self._groups])
         return [row for row, is_frozen in enumerate(frozen.tolist()) if is_frozen]
 
     @property
     def lineage(self) -> tuple[Any, ...]:
         """History of the members, in order: events with ``step``, ``tag``, ``what``, ``source``."""
-        return tuple(self._lineage)
+        return tuple(self._history.events)
 
     @property
     def steps(self) -> int:
         """Number of updates of the population."""
-        return self._groups[0]._roll.step if self._whole else self._steps
-
-    def _set_steps(self, steps: int) -> None:
-        self._steps = steps
-        for group in self._held_groups:
-            group._roll.step = steps
+        return self._history.step
 
     def row(self, tag: str) -> int:
         """Return the row of the member with this name. Raises KeyError."""
@@ -459,7 +419,7 @@ class Population:
     def clear_gradients(self) -> None:
         """Free the gradients of all members, which are not needed between updates."""
         for group in self._groups:
-            group.fused.zero_grad()
+            group.drop_gradients()
 
     @in_turn
     def step(
@@ -482,7 +442,7 @@ class Population:
         """
         for name in [name for name, value in (("rows", rows), ("weights", weights)) if value is not None]:
             for group in self._groups:
-                check_keyword(group, name)
+                check_keyword(group.kind, name)
         if rows is not None:
             rows = self._chosen(rows)
             if not rows:
@@ -491,11 +451,11 @@ class Population:
         if weights is not None:
             weights = rows_of_weights(weights)
             check_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
-        if self._whole:
+        if not self._parted:
             try:
                 return self._groups[0].step(inputs, target, rows, weights, keywords)
-            except ForwardsDiffer:
-                self._divide()
+            except ForwardsDiffer as error:
+                part(self, self._groups[0], error, rows)
         return step_groups(self, inputs, target, rows, weights, keywords)
 
     @in_turn
@@ -523,8 +483,7 @@ class Population:
             ValueError: the row is taken, the tag is in use, a value is missing since members began with different
                 ones, or a value is invalid.
         """
-        values = scheduler, clip_norm, clip_value, accumulate, hypers
-        return start(self, row, model, tag, values)
+        return start(self, row, model, tag, scheduler, clip_norm, clip_value, accumulate, hypers)
 
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
         """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""
@@ -546,7 +505,7 @@ class Population:
         """
         single, rows = is_row(row), self._chosen(row)
         slots = [self._layout.slot_of(member_row) for member_row in rows]
-        models = [apart(group.fused, local) for group, local in slots]
+        models = [group.copied(local) for group, local in slots]
         for group, local in slots:
             group.leave(local)
         self._changed()
@@ -569,7 +528,7 @@ class Population:
         """Let frozen members train again, from their state before the step that was not finite."""
         for member_row in rows_of(row, self._size):
             group, local = self._layout.slot_of(member_row)
-            group._roll.thaw(local)
+            group.table.thaw(local)
 
     @in_turn
     def compact(self) -> list[int]:
@@ -580,13 +539,12 @@ class Population:
         """
         live = self._layout.live
         resized = [group.compact() for group in self._groups]
-        if self._whole and not resized[0]:
-            return live
-        moved = {row: index for index, row in enumerate(live)}
-        for group in self._groups:
-            group.rows = [None if row is None else moved[row] for row in group.rows]
-        self._size = len(self._groups[0]) if self._whole else max(1, len(live))
-        self._changed()
+        if self._parted or resized[0]:
+            moved = {row: index for index, row in enumerate(live)}
+            for group in self._groups:
+                group.table["row"] = [None if row is None else moved[row] for row in group.rows]
+            self._size = max(1, len(live))
+            self._changed()
         return live
 
     @in_turn
@@ -596,12 +554,9 @@ class Population:
             raise ValueError(f"grow by {count!r}: a whole number of rows, one at least")
         for group in self._groups:
             group.check_between()
-        self._grow(int(count))
-
-    def _grow(self, count: int) -> None:
-        if self._whole:
-            self._groups[0].grow(count)
-        self._size = len(self._groups[0]) if self._whole else self._size + count
+        self._size += int(count)
+        if not self._parted:
+            self.array.grow(int(count))
         self._changed()
 
     @in_turn

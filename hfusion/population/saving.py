@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.fuse import fuse
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
@@ -19,18 +19,16 @@ from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, groups_of, in_thread, saves_of, writing
 from hfusion.checkpoint.save_contents import GROUPS, OWN, SaveWriter
-from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
-from hfusion.optim.lr_scheduler import Make
-from hfusion.population.group_options import GroupOptions
+from hfusion.population.group_options import LIMITS, GroupOptions, OnNonfinite, check_limits, common_value
 from hfusion.population.grouping import Candidates, grouped, settle_waiting, shared_frozen
 from hfusion.population.members import Event, EventKind
+from hfusion.population.plain_group import group_of
 from hfusion.population.training_group import TrainingGroup
-from hfusion.population.update_guard import LIMITS, OnNonfinite, check_limits, common_value
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -72,7 +70,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
         "groups": bodies,
         "population": {
             "rows": population.tags,
-            "array": population._whole,
+            "array": not population._parted,
             "step": population.steps,
             "made": population._names.number,
             "lineage": [[event.step, event.tag, event.what.value, event.source] for event in population.lineage],
@@ -83,23 +81,23 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
 
 def _gathered_group(group: TrainingGroup) -> SaveWriter:
     """Return copies of all that is saved of one group. Raises CheckpointError during an update."""
-    if group._common and group._updates.underway:
+    table = group.table
+    if group._common and table.underway:
         raise CheckpointError("members train a parameter together, and are amid an update: save after it")
-    roll = group._roll
-    tags = [roll.tag(row) for row in roll.live]
-    writer = SaveWriter(roll.live, {"members": tags}, {})
+    group.settle()
+    writer = SaveWriter(table.live, {"members": [table.tag(row) for row in table.live]}, {})
     gather(writer, group.fused, group.optimizer, group.scheduler, group.scaler)
-    if not group._updates.underway:
-        group._updates.discard()
-    for kind, table in group.saved_tables().items():
-        for name, column in table.columns.items():
+    if not table.underway:
+        table.discard()
+    for kind, saved in group.saved_tables().items():
+        for name, column in saved.columns.items():
             if isinstance(column, Tensor):
                 writer.store_rows(f"{kind}/{name}", column)
-    writer.body["limits begun"] = encode(dict(group.initial_limits), {}, "limits begun")
+    writer.body["limits begun"] = encode(group.options.initial_limits, {}, "limits begun")
     writer.body["group"] = {
-        "rows": roll.tags,
-        "accumulate": group._updates.initial_calls,
-        "on_nonfinite": group._on_nonfinite,
+        "rows": table["tag"],
+        "accumulate": group.options.initial_calls,
+        "on_nonfinite": group.options.on_nonfinite,
         "first": group._widths.first,
         "known": sorted(group._step.known_calls),
     }
@@ -113,11 +111,11 @@ def load(
     names: str | Sequence[str] | None,
     loader: Any,
     random: bool,
-    options: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
     """Load the members of the latest saves into a population without any; see `hfusion.Population.load`.
 
-    options: the population's arguments that the user has passed; ``scheduler`` may be a dict by name.
+    arguments: those of the population that the user has passed; ``scheduler`` may be a dict by name.
     """
     saves, groups, arrays = saves_of(root), [], []
     # The group that holds a member, as the index of its save and of the group in it.
@@ -129,44 +127,81 @@ def load(
                 groups.append(group_save)
                 where |= dict.fromkeys(group_save.body["members"], (save, number))
     rows = _names_by_row(saves, groups, [names] if isinstance(names, str) else names)
-    counted = "accumulate" in options
+    tags = [tag for tag in rows if tag is not None]
+    counted = "accumulate" in arguments
     calls = _option_values(groups, "accumulate", lambda value: value is None or (type(value) is int and value >= 1))
     initial_calls = calls.pop() if len(calls) == 1 else None
-    options.setdefault("accumulate", initial_calls or 1)
-    if "on_nonfinite" not in options:
+    arguments.setdefault("accumulate", initial_calls or 1)
+    if "on_nonfinite" not in arguments:
         values = _option_values(groups, "on_nonfinite", lambda value: value in get_args(OnNonfinite))
         if len(values) > 1:
             raise CheckpointError(
                 f"on_nonfinite was not the same in the populations that are merged, {sorted(map(str, values))}: give "
                 "on_nonfinite=..."
             )
-        options["on_nonfinite"] = values.pop()
-    models = _models_of(make_model, rows)
-    if isinstance(makes := options.get("scheduler"), Mapping):
-        options["scheduler"] = _makes_of(makes, rows)
-    shared_options = GroupOptions(len(rows), **options)
+        arguments["on_nonfinite"] = values.pop()
+    named = any(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is parameter.empty
+        for parameter in inspect.signature(make_model).parameters.values()
+    )
+    models = [make_model(tag) if named else make_model() for tag in tags]
+    if isinstance(makes := arguments.get("scheduler"), Mapping):
+        if missing := [tag for tag in tags if tag not in makes]:
+            raise CheckpointError(f"scheduler has none for {missing[0]!r}: give one for each of {tags}")
+        # Free rows get any: a member that starts there brings its own, or gets the common one.
+        arguments["scheduler"] = [makes[tags[0] if tag is None else tag] for tag in rows]
+    options = GroupOptions(len(rows), **arguments)
     if not counted:
-        shared_options.initial_calls = initial_calls
-    live = [row for row, tag in enumerate(rows) if tag is not None]
-    holders = [where[str(rows[row])] for row in live]
-    candidates = [part for found in grouped([models[row] for row in live]) for part in _as_saved(found, holders)]
+        options.initial_calls = initial_calls
+    candidates = [part for found in grouped(models) for part in _as_saved(found, [where[tag] for tag in tags])]
     candidates.sort(key=lambda candidate: candidate.models[0])
-    whole = len(candidates) == 1 and all(arrays)
-    population._begin(len(rows), shared_options, whole)
-    shared = shared_frozen([models[row] for row in live])
+    population._begin(len(rows), options)
+    population._parted = len(candidates) > 1 or not all(arrays)
+    shared = shared_frozen(models)
     for candidate in candidates:
-        places = list(range(len(rows))) if whole else [live[index] for index in candidate.models]
-        of_group = [models[row] for row in places]
-        group = population._new_group(of_group, places, shared, options.get("scaler"))
-        tags = [rows[row] for row in places]
-        held = [tag for tag in tags if tag is not None]
+        held, of_group = [tags[index] for index in candidate.models], [models[index] for index in candidate.models]
+        places = [rows.index(tag) for tag in held]
+        if population._parted:
+            group = group_of(of_group, options, places, shared, population._history)
+        else:
+            group = TrainingGroup.begin(fuse(of_group), options, places, population._history)
+            if (scaler := arguments.get("scaler")) is not None:
+                scaler.begin(len(rows))
+                scaler.table.arrange(places)
+                group.scaler = scaler
         reader = SaveReader.of([saved for saved in groups if not set(saved.body["members"]).isdisjoint(held)], held)
-        _restore(group, reader, tags, counted)
-        group._updates.initial_calls = shared_options.initial_calls
-        if not population._groups:
-            population._options = shared_options.with_initial_values(group)
-        population._add(group, [row if rows[row] is not None else None for row in places], candidate.why)
+        _restore(group, reader, counted)
+        if not population._held_groups:
+            # Members that join begin as those of the first group did.
+            _keep_initial_values(options, group, reader)
+        population._add(group, list(places), candidate.why)
+        group.table["tag"], group.table["alive"] = held, torch.ones(len(held), dtype=torch.bool, device="cpu")
+    if not population._parted:
+        _spread(population.array, groups, rows)
+    population._changed()
     _load_run(population, saves, loader, random)
+
+
+def _keep_initial_values(options: GroupOptions, group: TrainingGroup, reader: SaveReader) -> None:
+    """Keep the values that the members of a group once began with, which those that join get by default."""
+    options.initial_hypers = [dict(values) for values in group.optimizer.initial_values]
+    if options.scaler is not None and group.scaler is not None:
+        options.scaler.initial_values = dict(group.scaler.initial_values)
+    begun = reader.initial_hyperparameters("limits begun")
+    options.initial_limits |= {name: begun.get(name) for name in LIMITS if name in begun}
+
+
+def _spread(group: TrainingGroup, saves: Sequence[Saved], rows: Sequence[str | None]) -> None:
+    """Give the members of the only array the rows that they had, between free ones. ``rows``: the name in each."""
+    held, free = group.table["tag"], [row for row, tag in enumerate(rows) if tag is None]
+    if held != list(rows):
+        group.arrange([0 if tag is None else held.index(tag) for tag in rows], free)
+        group.table["row"] = [None if tag is None else row for row, tag in enumerate(rows)]
+    bodies = [saved.body["group"] for saved in saves]
+    same_rows = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
+    group._widths = Widths(int(bodies[0]["first"]) if same_rows else len(rows))
+    group._step.at_once = group._widths.at_once(len(rows))
 
 
 def _load_run(population: Population, saves: Sequence[Saved], loader: Any, random: bool) -> None:
@@ -175,11 +210,11 @@ def _load_run(population: Population, saves: Sequence[Saved], loader: Any, rando
     for saved in saves:
         with wrap_load_errors(saved.path):
             body = saved.body["population"]
-            population._lineage += [Event(int(s), str(t), EventKind(w), o) for s, t, w, o in body["lineage"]]
+            population._history.events += [Event(int(s), str(t), EventKind(w), o) for s, t, w, o in body["lineage"]]
             steps.append(int(body["step"]))
             made.append(int(body["made"]))
     population._names.number = max(made)
-    population._set_steps(max(steps))
+    population._history.step = max(steps)
     first = SaveReader([(saves[0], [0])])
     with wrap_load_errors(first.path):
         if loader is not None:
@@ -219,43 +254,6 @@ def _names_by_row(saves: Sequence[Saved], groups: Sequence[Saved], names: Sequen
         return rows
 
 
-def _makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[Make]:
-    """Return the functions that make the members' schedules, by row. Raises CheckpointError if one is missing."""
-    missing = [tag for tag in rows if tag is not None and tag not in schedules]
-    if missing:
-        raise CheckpointError(f"scheduler has none for {missing[0]!r}: give one for each of {[t for t in rows if t]}")
-    # Free rows get any: a member that starts there brings its own, or gets the common one.
-    other = next(schedules[tag] for tag in rows if tag is not None)
-    return [other if tag is None else schedules[tag] for tag in rows]
-
-
-def _models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
-    """Return a model for every row; ``make_model`` is called with the member's name if it takes an argument."""
-    named = any(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.default is parameter.empty
-        for parameter in inspect.signature(make_model).parameters.values()
-    )
-    first = next(tag for tag in rows if tag is not None)
-    models = {row: make_model(tag) if named else make_model() for row, tag in enumerate(rows) if tag is not None}
-    for row in range(len(rows)):
-        if row not in models:
-            models[row] = _another(make_model(first) if named else make_model(), list(models.values()))
-    return [models[row] for row in range(len(rows))]
-
-
-def _another(model: nn.Module, models: Sequence[nn.Module]) -> nn.Module:
-    """Return ``model``, or a copy if it is one of ``models``; the copy keeps tensors that the others share."""
-    if all(model is not existing for existing in models):
-        return model
-    others = {id(tensor) for existing in models if existing is not model for tensor in _tensors(existing)}
-    return module_copy(model, {id(tensor): tensor for tensor in _tensors(model) if id(tensor) in others})
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    return chain(model.parameters(), model.buffers())
-
-
 def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list[Candidates]:
     """Divide models that look alike: members of different groups of one save stay apart, since their forwards differ.
 
@@ -273,48 +271,33 @@ def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list
     return [Candidates(tuple(members), candidate.why) for _, members in parts]
 
 
-def _restore(group: TrainingGroup, reader: SaveReader, rows: Sequence[str | None], counted: bool) -> None:
-    """Load members into a group, which has a model in each row. Raises CheckpointError.
+def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
+    """Load members into a group, which has a model for each. Raises CheckpointError.
 
-    Args:
-        rows: the tag of each row, None for a free one.
-        counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
+    counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
     """
     with wrap_load_errors(reader.path):
-        live = [row for row, tag in enumerate(rows) if tag is not None]
-        # Free rows get the tensors of the first member.
-        indices = {row: index for index, row in enumerate(live)}
-        free = [row for row, tag in enumerate(rows) if tag is None]
-        wide = reader.at([indices.get(row, 0) for row in range(len(rows))], free)
-        write = writing(wide, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)
-        begun, named = wide.initial_hyperparameters("limits begun"), dict(tensors(group.fused))
-        initial = group.initial_limits | {name: begun.get(name) for name in LIMITS if name in begun}
-        saved_tables = {kind: _saved_columns(wide, kind, table, named) for kind, table in group.saved_tables().items()}
-        members = saved_tables["member"]
-        check_limits(len(rows), **{name: members[name] for name in LIMITS if name in members})
-        _check_progress(wide, group, members, counted)
-        bodies = [saved.body["group"] for saved, _ in reader.parts]
+        write = writing(reader, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)
+        named = dict(tensors(group.fused))
+        columns = {kind: _saved_columns(reader, kind, table, named) for kind, table in group.saved_tables().items()}
+        members = columns["member"]
+        check_limits(len(group), **{name: members[name] for name in LIMITS if name in members})
+        _check_progress(reader, group, members, counted)
         for part, key, component in (("scheduler", "schedule", group.scheduler), ("scaler", "scaler", group.scaler)):
             if component is None and any(saved.body.get(key) for saved, _ in reader.parts):
                 warnings.warn(
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
                     stacklevel=4,
                 )
+        known = {call for saved, _ in reader.parts for call in saved.body["group"]["known"]}
         write()
         for kind, table in group.saved_tables().items():
-            table.columns |= saved_tables[kind]
-            table.clear(free)
-        group.table["tag"], group.table["alive"] = list(rows), torch.tensor([t is not None for t in rows], device="cpu")
-        group.initial_limits = initial
-        group._updates.holds = bool(group._updates.underway)
-        same_rows = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
-        group._widths = Widths(int(bodies[0]["first"]) if same_rows else len(rows))
-        group._step.at_once = group._widths.at_once(len(rows))
-        for body in bodies:
-            group._step.expected_calls |= set(body["known"])
+            table.columns |= columns[kind]
+        group.table.holds = group.table.underway
+        group._step.expected_calls |= known
 
 
-def _saved_columns(wide: SaveReader, place: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
+def _saved_columns(reader: SaveReader, place: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the members' rows of the saved columns of a table, by name. Raises CheckpointError for unfit ones.
 
     Saves that lack a column have the rows of ``table`` there, or those of no member.
@@ -324,7 +307,7 @@ def _saved_columns(wide: SaveReader, place: str, table: MemberTable, named: Mapp
     prefix = f"{OWN}{place}/"
     held = {
         key.removeprefix(prefix): stack
-        for saved, _ in wide.parts
+        for saved, _ in reader.parts
         for key, stack in saved.tensors.items()
         if key.startswith(prefix)
     }
@@ -335,25 +318,25 @@ def _saved_columns(wide: SaveReader, place: str, table: MemberTable, named: Mapp
             of_tensor = key and kind != "absent"
             table.begin(name, member_rows(named[key].detach(), membership_of(named[key])) if of_tensor else like)
         present, parts, start = table[name], [], 0
-        for saved, places in wide.parts:
+        for saved, places in reader.parts:
             stack, stop = saved.tensors.get(prefix + name), start + len(places)
             parts.append(present[start:stop].cpu() if stack is None else stack[places])
             start = stop
         values = torch.cat(parts)
         if (values.dtype, values.shape) != (present.dtype, present.shape):
-            raise CheckpointError(f"{wide.path}: {name} of the members is {values.dtype} {list(values.shape)}")
+            raise CheckpointError(f"{reader.path}: {name} of the members is {values.dtype} {list(values.shape)}")
         columns[name] = values.to(present.device)
     return columns
 
 
-def _check_progress(wide: SaveReader, group: TrainingGroup, members: dict[str, Any], counted: bool) -> None:
+def _check_progress(reader: SaveReader, group: TrainingGroup, members: dict[str, Any], counted: bool) -> None:
     """Check saved numbers of calls of an update, which ``counted`` ones of the user replace. Raises CheckpointError."""
     given, saved, done = group.table["calls"], members["calls"], members["done"]
     if counted:
         if bool(((done > 0) & (saved != given)).any()):
             row = int(((done > 0) & (saved != given)).nonzero()[0])
             raise CheckpointError(
-                f"accumulate={int(given[row])} for {wide.tags[row]!r}, which is in the midst of an update of "
+                f"accumulate={int(given[row])} for {reader.tags[row]!r}, which is in the midst of an update of "
                 f"{int(saved[row])} calls: leave accumulate out"
             )
         members["calls"] = saved = given

@@ -1,51 +1,53 @@
-"""A group of a population: an array with its optimizer, schedules, scales and limits, whose rows join and leave."""
+"""Groups of a population: members with their optimizer, schedules, scales and limits, whose rows join and leave."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hfusion.array.array_editing import rearrange as rearrange_array
+from hfusion.array.array_editing import written_keys
+from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.capture.registered_tensors import device_of
 from hfusion.compiler.arguments import Arguments
-from hfusion.core.calls import call_arguments
+from hfusion.core.calls import StackedInput, call_arguments, is_stacked
+from hfusion.core.copies import module_copy
+from hfusion.core.errors import FusionError
 from hfusion.core.member_random import keyed
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member
+from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import Widths
+from hfusion.optim import FusedOptimizer, GradScaler, clip_grad_norm_, clip_grad_value_
+from hfusion.optim.gathered_state import GatheredState
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.accumulation import Accumulation, check_calls, weighed, weighted
-from hfusion.population.chosen_rows import step_rows
-from hfusion.population.group_options import GroupOptions
+from hfusion.optim.scaler import overflowing
+from hfusion.population.group_options import LIMITS, GroupOptions, check_calls, limits_of_new
 from hfusion.population.grouping import signature
-from hfusion.population.members import EMPTY, EventKind, Roll, key_of, no_best
-from hfusion.population.plain_module import PlainModule
-from hfusion.population.sample_weights import sample_weighted, weigh_samples
-from hfusion.population.update_guard import (
-    bad_rows,
-    check_common,
-    clip,
-    gradients_finite,
-    limits_of_new,
-)
+from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighed, weighted
+from hfusion.population.members import EventKind, GroupTable, History, key_of, no_best
 from hfusion.step.eager_step import EagerStep, backward
+from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
 
-if TYPE_CHECKING:
-    from hfusion.population.group_step import GroupUpdates
+# Number of elements up to which one thread checks as fast as several.
+_ONE_THREAD = 1 << 20
 
 
 class TrainingGroup:
@@ -53,67 +55,64 @@ class TrainingGroup:
 
     Rows here are those of the group; ``rows`` has the population's.
 
-    Args:
-        module: the array, or a plain model.
-        options: the population's options.
-        origins: for each row, the initial member of the population whose options it has.
-
     Attributes:
-        table: what each member has besides tensors, optimizer state, scale and schedule: see `Roll` and `Accumulation`,
-            and ``clip_norm`` and ``clip_value``.
+        fused: the array.
+        options: the population's options.
+        table: what each member has besides tensors, optimizer state, scale and schedule, see `GroupTable`.
         best: each member's best weights, see `BestMembers`.
-        initial_limits: see `GroupOptions`.
         number: the number of this group in its population, never used again.
         why: why it is a group of its own.
         elsewhere: bytes that the state of other groups takes.
+        deferred: collects the updates if they wait until all groups have gradients.
     """
 
     number = 0
     why = ""
     elsewhere = 0
     is_plain = False
-    _samples = False  # whether the loss weighs samples
-    _deferred: GroupUpdates | None = None  # makes the updates if they are deferred until all groups have gradients
+    deferred: DeferredUpdates | None = None
+    _weighs_samples = False
+    # The kind of loss that the step was made for: with weights of calls, with weights of samples.
+    _made_for = (False, False)
 
-    def __init__(self, module: FusedModule | PlainModule, options: GroupOptions, origins: Sequence[int]) -> None:
-        self.fused = cast(FusedModule, module)
-        self.optimizer = options.optimizer_of(module, origins)
-        makes = options.schedules
-        self.scheduler = None if makes is None else PerMember(self.optimizer, [makes[row] for row in origins])
-        self.scaler = options.scaler_of(origins)
-        self.table, self.initial_limits = options.numbers.take(origins), options.initial_limits
-        self.table.empty, self.table["done"] = EMPTY, torch.zeros_like(self.table["calls"])
-        self.table["spoilt"] = self.table["done"].bool()
-        self.best = no_best(len(module))
-        for name in self.initial_limits.keys() - self.table.columns.keys():
-            self.table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
-        self._roll, self._updates = Roll.begin(self.table), Accumulation(self.table, options.initial_calls)
-        self._on_nonfinite, self._function = options.on_nonfinite, options.loss
-        self._compiles, self._memory = options.compile, options.memory
-        self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
-        self._widths = Widths(len(module))
-        self._common = any(p.requires_grad and not is_per_member(p) for p in self.fused.parameters())
-        if self._common and bool((self._updates.calls != self._updates.calls[0]).any()):
-            calls = self._updates.calls.tolist()
-            raise ValueError(f"accumulate={calls}: members who train a parameter together make an update together")
+    def __init__(
+        self,
+        module: FusedModule,
+        optimizer: FusedOptimizer,
+        scheduler: PerMember | None,
+        scaler: GradScaler | None,
+        options: GroupOptions,
+        table: GroupTable,
+    ) -> None:
+        self.fused, self.optimizer, self.scheduler, self.scaler = module, optimizer, scheduler, scaler
+        self.options, self.table, self.best = options, table, no_best(table.rows)
+        self.gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
+        self._widths = Widths(table.rows)
         self._prepare(())
+        # Whether members train a parameter together.
+        self._common = any(p.requires_grad and not is_per_member(p) for p in self.parameters())
+        if self._common and bool((table["calls"] != table["calls"][0]).any()):
+            calls = table["calls"].tolist()
+            raise ValueError(f"accumulate={calls}: members who train a parameter together make an update together")
 
-    def _share(self, table: MemberTable, whole: TrainingGroup) -> None:
-        """Let this be a group of some members of ``whole``, which ``table`` describes."""
-        self.table, self._roll = table, Roll(table, whole._roll.step)
-        self._updates = Accumulation(table, whole._updates.initial_calls, whole._updates.holds)
+    @classmethod
+    def begin(cls, module: Any, options: GroupOptions, origins: Sequence[int], history: History) -> TrainingGroup:
+        """Return a group of new members.
 
-    def put_rows(self, rows: Sequence[int], table: MemberTable) -> None:
-        """Write the first rows of another group's ``table`` over ``rows``."""
-        # Members amid an update of their own have the present values of what only the others' forward has written to.
-        self._updates.hold(self.fused, table.of("before"))
-        self.table.put(rows, table)
-        self._updates.holds |= bool(table["done"].any())
-        self._updates.end(self._none())
+        Args:
+            module: the array, or the model of a `PlainGroup`.
+            origins: for each row, the initial member of the population whose options it has.
+        """
+        optimizer, makes = options.optimizer_of(module, origins), options.schedules
+        scheduler = None if makes is None else PerMember(optimizer, [makes[row] for row in origins])
+        table = GroupTable(options.numbers.take(origins), history)
+        for name in options.initial_limits.keys() - table.columns.keys():
+            table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
+        return cls(module, optimizer, scheduler, options.scaler_of(origins), options, table)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_finite", "_step", "_together", "_chosen", "_deferred"}
+        dropped = {"_finite", "_step", "_together", "_chosen", "deferred"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "known": sorted(self._step.known_calls)}
 
@@ -124,17 +123,32 @@ class TrainingGroup:
     def _prepare(self, expected_calls: Iterable[str]) -> None:
         """Create the step. ``expected_calls``: calls for which an earlier step had programs."""
         self._finite = FiniteCheck()
-        self._weighs = self.scaler is not None or self._updates.sums_gradients
+        self._chosen: ChosenRows | None = None
         self._make_step(expected_calls)
 
     def _make_step(self, expected_calls: Iterable[str]) -> None:
-        function = sample_weighted(self._function) if self._samples else self._function
+        function, loss = self._losses()
+        options = self.options
         self._together = EagerStep(self.fused, per_model(function))
-        loss = weighted(function) if self._weighs else function
-        self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles, memory=self._memory)
+        self._step = train_step(self.fused, loss, self.optimizer, compile=options.compile, memory=options.memory)
         self._step.update = self._computed
         self._step.at_once = self._widths.at_once(len(self))
         self._step.expected_calls |= set(expected_calls)
+        this = weakref.ref(self)
+
+        def hold_written(program: Any) -> None:
+            if (group := this()) is not None and group.table.holds:
+                group.table.hold(group.fused, program.written)
+
+        # Called with programs that a step creates, before they run.
+        self.fused._on_program = hold_written
+
+    def _losses(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the loss for targets with weights of samples, if there are any; and the one with weights of calls."""
+        weighs = self._made_for[0] or self.scaler is not None or self._sums_gradients()
+        self._made_for = weighs, self._weighs_samples
+        function = sample_weighted(self.options.loss) if self._weighs_samples else self.options.loss
+        return function, weighted(function) if weighs else function
 
     def __len__(self) -> int:
         """The number of rows, free ones too."""
@@ -145,10 +159,6 @@ class TrainingGroup:
         """The population's row of each row of the group; None for a free row."""
         return self.table["row"]  # type: ignore[no-any-return]
 
-    @rows.setter
-    def rows(self, rows: Sequence[int | None]) -> None:
-        self.table["row"] = list(rows)
-
     @property
     def live(self) -> list[int]:
         """The population's rows of the members, in the order of the group."""
@@ -157,34 +167,96 @@ class TrainingGroup:
     @property
     def key(self) -> int:
         """Determines the random numbers of the group."""
-        return key_of(next(tag for tag in self._roll.tags if tag is not None))
+        return key_of(next(tag for tag in self.table["tag"] if tag is not None))
+
+    # The members' modules: a plain group has its own of these.
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The class of the models."""
+        return type(self.fused._array.skeletons[0])
 
     @property
     def model(self) -> nn.Module:
         """One of the members, as a module around its tensors."""
         return self.fused._member(0)
 
+    def member(self, row: int) -> nn.Module:
+        """Return the member in a row, live."""
+        return self.fused[row]
+
+    def read(self, row: int) -> nn.Module:
+        """Return the member in a row as a module around its tensors, to read it."""
+        return self.fused._member(row)
+
+    def copied(self, row: int) -> nn.Module:
+        """Return a copy of a member that shares the frozen parameters of all members."""
+        return copied_member(self.fused, row)
+
+    def outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the members' outputs with a leading dim of members."""
+        return self.fused(*args, **kwargs)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Context manager for eval mode."""
+        return self.fused.evaluating()
+
+    def settle(self) -> None:
+        """Apply what the user has done to members, or raise a FusionError for what does not fit the optimizer."""
+        self.fused._views.update(self.fused)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self.fused.parameters()
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self.fused.named_parameters()
+
+    def _written(self) -> Iterator[str]:
+        """Yield the keys of the tensors that forward may write to."""
+        yield from (name for name, _ in self.fused.named_buffers())
+        yield from written_keys(self.fused)
+
+    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
+        fn(self.fused, *args, rows=rows, **kwargs)
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The group's rows of members that train: taken, and not frozen."""
+        training = set(training_rows(self.fused))
+        return [row for row in self.table.live if row in training and not bool(self.table["frozen"][row])]
+
     @cached_property
     def signature(self) -> Any:
         """What a model shares with the members if its structure allows it to join them."""
         return signature(self.model)
 
+    # What belongs to the members.
+
     def tables(self) -> dict[str, MemberTable]:
         """All that each member has besides the tensors of its model: live tables by name."""
-        return {**self._own_tables(), **self.optimizer.tables()}
+        return {**self.own_tables(), **self.optimizer.tables()}
 
     def saved_tables(self) -> dict[str, MemberTable]:
         """The tables whose columns a save holds beside the optimizer, scheduler and scaler."""
         return {"member": self.table, "best": self.best}
 
-    def _own_tables(self) -> dict[str, MemberTable]:
-        tables = {"member": self.table, "best": self.best}
+    def own_tables(self) -> dict[str, MemberTable]:
+        """The tables of what members have besides tensors and optimizer state, by name."""
+        tables = self.saved_tables()
         if self.scaler is not None:
             self.scaler.begin(len(self))
             tables["scaler"] = self.scaler.table
         if self.scheduler is not None:
             tables["schedule"] = self.scheduler.table
         return tables
+
+    def put_rows(self, rows: Sequence[int], table: MemberTable) -> None:
+        """Write the first rows of another group's ``table`` over ``rows``."""
+        # Members amid an update of their own have the present values of what only the others' forward has written to.
+        self.table.hold(self.fused, table.of("before"))
+        self.table.put(rows, table)
+        self.table.holds |= bool(table["done"].any())
+        self.table.end(self._none())
 
     def entries(self, by_row: Mapping[int, int] | None = None) -> list[int]:
         """Return the entry of stacked arguments for each row of the group; by default its row of the population."""
@@ -193,48 +265,70 @@ class TrainingGroup:
         rows = [first if row is None else row for row in self.rows]
         return rows if by_row is None else [by_row[row] for row in rows]
 
-    def step(self, inputs: Any, target: Any, rows: list[int] | None, weights: Any, keywords: Any) -> Tensor:
+    # Steps and updates.
+
+    def step(self, inputs: Any, target: Any, rows: list[int] | None, weights: Any, keywords: dict[str, Any]) -> Tensor:
         """Train all members, or those in ``rows`` of the group. Returns losses ``[rows of the group]``.
 
-        ``weights``: None, or what `hfusion.population.sample_weights.rows_of_weights` returns.
+        ``weights``: None, or what `hfusion.population.loss_weights.rows_of_weights` returns.
         """
-        if len(self.fused) != len(self):
-            raise ValueError(
-                f"the array has {len(self.fused)} members and the population {len(self)} rows: let members join by "
-                "pop.start and leave by pop.stop and pop.compact, which move all that belongs to them"
-            )
-        if weights is not None or self._samples:
-            target = weigh_samples(self, target, weights)
-        arguments = inputs, target, keywords
-        return self._step_all(*arguments) if rows is None else step_rows(self, rows, *arguments)
+        if weights is not None or self._weighs_samples:
+            if not self._weighs_samples:
+                sample_weighted(self.options.loss)
+                self._weighs_samples = True
+            target = weigh_samples(target, weights, device_of(self.fused))
+        if rows is None or rows == list(range(len(self))):
+            return self._step_all(inputs, target, keywords)
+        return self._step_some(rows, (inputs, target, keywords))
+
+    def _sums_gradients(self) -> bool:
+        """Return whether a member accumulates the gradients of several calls."""
+        return bool((self.table["calls"] > 1).any())
 
     def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        self.hold_buffers()
-        if self._updates.sums_gradients and not self._weighs:
-            self._weighs = True
+        table, sums = self.table, self._sums_gradients()
+        if self.deferred is not None:
+            self.deferred.stepped.append(self)
+        self.settle_call()
+        if self._made_for != (self._made_for[0] or sums, self._weighs_samples):
             self._make_step(())
-        self._step.keys, self._step.idle = self._roll.keys, frozenset(self._roll.free)
+        self._step.keys, free = table["key"], table.free
+        self._step.idle = frozenset(free)
         if self._step.budget is not None:
-            summed = sum(p.nbytes for p in self.fused.parameters() if p.requires_grad)
-            self._step.budget.held = self.elsewhere + (summed if self._updates.sums_gradients else 0)
+            summed = sum(p.nbytes for p in self.parameters() if p.requires_grad)
+            self._step.budget.held = self.elsewhere + (summed if sums else 0)
         if self._common:
             losses = self._step_together(inputs, target, keywords)
         else:
-            if self._weighs:
-                target = weighed(target, self._updates.weights, self.scaler, device_of(self.fused))
+            if self._made_for[0]:
+                weights = table["calls"].double().reciprocal()
+                weights = weights if self.scaler is None else self.scaler.scale(weights)
+                target = weighed(target, weights, device_of(self.fused))
             losses = self._step(inputs, target, **keywords)
-        return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
+        return torch.where(table["alive"].to(losses.device), losses, math.nan) if free else losses
+
+    def settle_call(self) -> None:
+        """Before a call: save the tensors that forward may write to, if they may have to be restored."""
+        table = self.table
+        if self.options.on_nonfinite == "ignore":
+            return
+        if table.holds and not bool((begins := table["done"] == 0).all()):
+            table.renew(self.fused, begins)
+            return
+        table.drop("before")
+        table.holds = True
+        table.hold(self.fused, self._written())
 
     def _step_together(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
         """Make an eager step of members that train a parameter together. Returns losses ``[rows of the group]``."""
-        updates = self._updates
-        if not updates.underway:
+        table = self.table
+        if not table.underway:
             self.optimizer.zero_grad()
             self.fused.zero_grad()
         args, kwargs = call_arguments(inputs, keywords)
-        training = {row for row in self._roll.live if not bool(self._roll.frozen[row])}
-        scales = torch.ones(len(self.fused), dtype=torch.float64, device="cpu")
-        scales = (scales if self.scaler is None else self.scaler.scale(scales)) / int(updates.calls[0])
+        training = {row for row in table.live if not bool(table["frozen"][row])}
+        scales = torch.ones(len(self), dtype=torch.float64, device="cpu")
+        scales = (scales if self.scaler is None else self.scaler.scale(scales)) / int(table["calls"][0])
 
         def of_block(losses: Tensor, rows: range) -> None:
             chosen = [row - rows.start for row in rows if row in training]
@@ -248,321 +342,354 @@ class TrainingGroup:
             values, _ = self._together.run(args, kwargs, target, block, budget is not None, of_block)
         if not training:
             return values
-        self.table["spoilt"] |= ~values.isfinite().cpu()
-        due = updates.count(self._roll.alive)
-        if bool((due & self._roll.alive).any()):
+        table["spoilt"] |= ~values.isfinite().cpu()
+        due = table.count(table["alive"])
+        if bool((due & table["alive"]).any()):
             self._update(values, due)
         return values
 
-    def hold_buffers(self) -> None:
-        """Save the tensors that forward may write to, if they may have to be restored."""
-        if self._on_nonfinite != "ignore":
-            self._updates.hold_buffers(self.fused)
-
     def _computed(self, losses: Tensor) -> None:
         """Handle the gradients of a call; make the update if it is the last call of one."""
-        if not (self._weighs or self._updates.sums_gradients or self._deferred is not None):
-            self._update_all(losses)
+        table = self.table
+        if not self._made_for[0]:
+            self._update(losses, None)
             return
-        if self._weighs:
-            self.table["spoilt"] |= ~losses.isfinite().cpu()
-        if not self._updates.sums_gradients:
+        table["spoilt"] |= ~losses.isfinite().cpu()
+        if not self._sums_gradients():
             self._update(losses, ~self._none())
             return
-        training = self._roll.alive & ~self._roll.frozen
-        self._updates.add(self.fused)
-        due = self._updates.count(training)
+        training = table["alive"] & ~table["frozen"]
+        table.add_gradients(self.named_parameters())
+        due = table.count(training)
         if bool((due & training).any()):
-            self._updates.hand_over(self.fused, due)
+            table.hand_over(self.named_parameters(), due)
             self._update(losses, due)
         else:
-            self._updates.put_back(self.fused, ~training)
-
-    def _update_all(self, losses: Tensor) -> None:
-        """Update all members if each call is an update; takes few operators if all members are healthy."""
-        if not self.are_healthy(losses):
-            self._update(losses, ~self._none())
-            return
-        try:
-            self.make_update()
-        except BaseException:
-            self.give_up()
-            raise
-        self.count_update()
-
-    def are_healthy(self, losses: Tensor) -> bool:
-        """Return whether no member is frozen, and losses and gradients are finite or need not be."""
-        healthy = self._on_nonfinite == "ignore" or gradients_finite(self.fused, losses, self._finite)
-        return healthy and not bool(self._roll.frozen.any())
-
-    def make_update(self) -> None:
-        """Update all members with their gradients."""
-        if self._gradient_hooks:
-            self._run_gradient_hooks(self._none())
-        clip(self.fused, self.table)
-        self.optimizer.step()
-
-    def count_update(self) -> None:
-        """Count an update that all members have made, if no member has an unfinished one."""
-        self._roll.count_step()
-        if self._updates.holds:
-            self._updates.discard()
+            table.put_back(self.fused, ~training)
 
     def flush(self) -> bool:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
-        if not self._updates.underway:
+        table = self.table
+        if not table.underway:
             return False
-        due = self._updates.done > 0
+        due = table["done"] > 0
         if not self._common:
-            self._updates.hand_over(self.fused, due)
+            table.hand_over(self.named_parameters(), due)
         # Losses that are not finite were noted at each call.
         self._update(torch.zeros(len(self), device="cpu"), due)
         return True
 
-    def _update(self, losses: Tensor, due: Tensor) -> None:
-        """Update members ``due``; if that fails, the next step begins a new update of all members."""
-        if self._deferred is not None:
-            self._deferred.add(self, losses, due)
+    def _update(self, losses: Tensor, due: Tensor | None) -> None:
+        """Update members ``due``, bool ``[rows]``; None: all, of whom none is amid an update of several calls.
+
+        If that fails, the next step begins a new update of all members.
+        """
+        if self.deferred is not None:
+            self.deferred.updates.append((self, losses, due))
             return
         try:
             self._apply(losses, due)
         except BaseException:
             self.give_up()
             raise
-        self._updates.end(due)
+        if due is not None:
+            self.table.end(due)
+        elif self.table.holds:
+            self.table.discard()
 
-    def give_up(self) -> None:
-        """Discard the present updates and restore buffers; the next step begins a new update of all members."""
-        everybody = ~self._none()
-        self._updates.put_back(self.fused, everybody)
-        if self.scaler is not None:
-            self.scaler.forget()
-        self._updates.end(everybody)
-
-    def bad_members(self, losses: Tensor, due: Tensor) -> Tensor:
-        """Return the members of ``due`` that are not finite in this update, bool ``[rows of the group]``."""
-        # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
-        bad: Tensor = self.table["spoilt"] | (
-            self._none() if self.scaler is not None else bad_rows(self.fused, losses, self._finite)
-        )
-        return bad & due & self._roll.alive & ~self._roll.frozen
-
-    def _apply(self, losses: Tensor, due: Tensor) -> None:
+    def _apply(self, losses: Tensor, due: Tensor | None) -> None:
         """Unscale gradients, freeze members with gradients that are not finite, clip and update."""
-        roll = self._roll
-        overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
-        if self._on_nonfinite != "ignore":
-            roll.freeze(self.bad_members(losses, due), self._on_nonfinite == "raise")
-            if bool(roll.frozen.any()):
-                self._updates.put_back(self.fused, roll.frozen)
+        table, overflown = self.table, self._none()
+        if self.scaler is not None:
+            overflown = self.scaler.unscale_(self.optimizer)
+        if self.options.on_nonfinite != "ignore" and (bad := self.bad_members(losses, due)) is not None:
+            table.freeze(bad, self.options.on_nonfinite == "raise")
             if self.scaler is None:
-                check_common(self.fused)
-        self._run_gradient_hooks(overflown | ~due)
-        clip(self.fused, self.table)
-        with self.optimizer.holding(roll.frozen | ~due):
+                self._check_common()
+        is_frozen = bool(table["frozen"].any())
+        if is_frozen and self.options.on_nonfinite != "ignore":
+            table.put_back(self.fused, table["frozen"])
+        everybody = due is None and not is_frozen
+        resting = overflown if everybody else table["frozen"] | (overflown if due is None else ~due)
+        if self.gradient_hooks:
+            idle = (resting | overflown).tolist()
+            for hook in self.gradient_hooks.values():
+                if rows := [row for row in self.active_rows if not idle[row]]:
+                    self._run_each(hook, rows)
+        self._clip()
+        with nullcontext() if everybody else self.optimizer.holding(resting):
             if self.scaler is None:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
-                self.scaler.update(resting=~due)
-        roll.ages.add_(roll.alive & due & ~(roll.frozen | overflown))
-        roll.step += 1
+                self.scaler.update(resting=self._none() if due is None else ~due)
+        table["age"].add_(table["alive"] if everybody else table["alive"] & ~(resting | overflown))
+        table.history.step += 1
+
+    def give_up(self) -> None:
+        """Discard the present updates and restore buffers; the next step begins a new update of all members."""
+        everybody = ~self._none()
+        self.table.put_back(self.fused, everybody)
+        if self.scaler is not None:
+            self.scaler.forget()
+        self.table.end(everybody)
+
+    def bad_members(self, losses: Tensor, due: Tensor | None) -> Tensor | None:
+        """Return the members of ``due`` that are not finite, bool ``[rows]``; None if all losses and gradients are."""
+        table = self.table
+        bad: Tensor = table["spoilt"]
+        # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
+        if self.scaler is None:
+            grads = [(p.grad, is_per_member(p)) for p in self.parameters() if p.grad is not None]
+            if not all_finite([grad for grad, _ in grads], losses, self._finite):
+                stacks = [grad.reshape(len(self), -1) for grad, own in grads if own]
+                bad = bad | ~losses.detach().isfinite().cpu() | overflowing(stacks, len(self))
+            elif due is None or not bool(bad.any()):
+                return None
+        bad = bad & table["alive"] & ~table["frozen"]
+        return bad if due is None else bad & due
+
+    def _check_common(self) -> None:
+        """Raise a FusionError where a gradient that all members share is not finite."""
+        for name, param in self.named_parameters():
+            if param.grad is not None and not is_per_member(param) and not bool(param.grad.isfinite().all()):
+                raise FusionError(
+                    f"the gradient of {name}, which all members train together, is not finite: one member that "
+                    "diverges spoils it for all, so that none can go on as if healthy; freeze it, or give each member "
+                    "its own"
+                )
+
+    def _clip(self) -> None:
+        """Clip gradients, first by value, then by norm; those of parameters that all members share are not clipped."""
+        if not any(name in self.table for name in LIMITS):
+            return
+        params = [p for p in self.parameters() if p.grad is not None and is_per_member(p)]
+        if params and "clip_value" in self.table:
+            clip_grad_value_(params, self.table["clip_value"])
+        if params and "clip_norm" in self.table:
+            clip_grad_norm_(params, self.table["clip_norm"])
 
     def _none(self) -> Tensor:
-        return torch.zeros(len(self.fused), dtype=torch.bool, device="cpu")
-
-    @property
-    def active_rows(self) -> list[int]:
-        """The group's rows of members that train: taken, and not frozen."""
-        training = set(training_rows(self.fused))
-        return [row for row in self._roll.live if row in training and not bool(self._roll.frozen[row])]
-
-    def _run_gradient_hooks(self, resting: Tensor) -> None:
-        for hook in self._gradient_hooks.values():
-            if rows := [row for row in self.active_rows if not bool(resting[row])]:
-                self._run_each(hook, rows)
-
-    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
-        fn(self.fused, *args, rows=rows, **kwargs)
+        return torch.zeros(len(self), dtype=torch.bool, device="cpu")
 
     def each(self, fn: MemberFunction, rows: list[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a function of one member's parameters and gradients for members ``rows`` of the group."""
         self._run_each(fn, rows, *args, **kwargs)
         # Steps restore the buffers of frozen members.
         written = self._none()
-        written[rows] = self._roll.frozen[rows]
-        self._updates.renew(self.fused, written)
+        written[rows] = self.table["frozen"][rows]
+        self.table.renew(self.fused, written)
 
-    def put(self, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
-        """Write models to free rows. Raises FusionError for a model that cannot be fused with the members."""
-        self._drop_gradients()
-        self.fused.put(rows, models)
+    def _step_some(self, rows: list[int], arguments: tuple[Any, Any, dict[str, Any]]) -> Tensor:
+        """Make a step of members ``rows`` as a small group, and write its state back."""
+        if self._common and self._sums_gradients():
+            raise ValueError(
+                f"rows={rows}: members who train a parameter together make its updates together, of accumulate= calls "
+                "of all: step all rows, or have accumulate=1"
+            )
+        # Members that train a parameter together all contribute to its gradient.
+        width = len(rows) if self._common else self._widths.of(len(rows))
+        if self._chosen is None or not self._chosen.fits(self):
+            self._chosen = ChosenRows.of(self, [*rows, *list(rows[:1]) * (width - len(rows))])
+        chosen, part = self._chosen, self._chosen.part
+        chosen.load(self, rows, width)
+        arguments = pytree.tree_map(lambda leaf: _filled(leaf, width), arguments, is_leaf=is_stacked)
+        if part._step.budget is not None:
+            part.elsewhere = self.elsewhere + state_bytes(self.fused, self.optimizer)
+        losses = part._step_all(*arguments)
+        self.drop_gradients()
+        if self.deferred is None:
+            chosen.store(self, rows)
+        else:
+            self.deferred.writes.append(lambda: chosen.store(self, rows))
+        all_losses = losses.new_full((len(self),), math.nan)
+        all_losses[torch.tensor(rows, device=losses.device)] = losses[: len(rows)]
+        return all_losses
 
-    def restart(
+    # Rows that join, leave, move and are copied.
+
+    def begin_anew(
         self,
-        rows: Sequence[int],
-        scheduler: Make | Sequence[Make] | None,
+        scheduler: Make | None,
         clip_norm: HyperValue | None,
         clip_value: HyperValue | None,
-        accumulate: int | Sequence[int] | None,
+        accumulate: int | None,
         hypers: Mapping[str, Any],
-        models: Sequence[nn.Module] = (),
     ) -> None:
-        """Give rows the training state of new members, and ``models`` if there are any; see `Population.start`.
+        """Give the only member the training state of one that joins later, see `Population.start`.
 
         Raises:
             ValueError: a value is invalid, or missing because members began with different ones.
-            FusionError: a model cannot be fused with the members.
         """
-        if scheduler is not None and self.scheduler is None:
-            raise ValueError("scheduler: this population has none; give it one when it is made")
-        limits = limits_of_new(self.initial_limits, len(rows), clip_norm=clip_norm, clip_value=clip_value)
-        if accumulate is None and self._updates.initial_calls is None:
+        calls = self.options.initial_calls if accumulate is None else accumulate
+        if calls is None:
             raise ValueError("accumulate differs between the members: give it for those that join, accumulate=...")
-        calls = check_calls(self._updates.initial_calls if accumulate is None else accumulate, len(rows))
-        if models:
-            self.put(rows, models)
-        rearrange_optimizer(self.optimizer, [None if slot in rows else slot for slot in range(len(self))], hypers)
+        limits = limits_of_new(self.options.initial_limits, clip_norm=clip_norm, clip_value=clip_value)
+        for name, values in (limits | {"calls": check_calls(calls, 1)}).items():
+            self.table[name][:] = values
+        rearrange_optimizer(self.optimizer, [None], hypers)
         if self.scheduler is not None:
-            self.scheduler.replace(rows, scheduler)
+            self.scheduler.replace([0], scheduler)
         if self.scaler is not None:
-            self.scaler.restart(rows)
-        for name, values in (limits | {"calls": calls}).items():
-            self.table[name][list(rows)] = values
-        self._updates.clear(rows)
+            self.scaler.restart([0])
 
-    def limit_norms(self, rows: Sequence[int], norms: HyperValue) -> None:
-        """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
-        known: dict[str, float | None] = {"clip_norm": None} if "clip_norm" in self.table else {}
-        self.table["clip_norm"][list(rows)] = limits_of_new(known, len(rows), clip_norm=norms)["clip_norm"]
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Return a place for each row of the population: its own, or a free one, that of its number if possible.
+
+        The array grows if there are too few.
+        """
+        held = {row: local for local, row in enumerate(self.rows) if row is not None}
+        joining = [row for row in rows if row not in held]
+        if (lacking := len(joining) - len(self.table.free)) > 0:
+            self.grow(lacking)
+        free = self.table.free
+        others = [place for place in free if place not in joining]
+        return [held[row] if row in held else row if row in free else others.pop(0) for row in rows]
 
     def leave(self, row: int) -> None:
         """Free the row of a member that stops."""
-        self._roll.note(row, EventKind.STOP)
-        self.release(row)
-        self._updates.clear([row])
+        self.table.note(row, EventKind.STOP)
+        self.release([row])
+        self.table.clear_updates([row])
 
-    def release(self, row: int) -> None:
-        """Free the row of a member that goes on in another group, or is replaced."""
-        for table in (self.table, self.best):
-            table.clear([row])
+    def release(self, rows: Iterable[int]) -> None:
+        """Free the rows of members that go on in another group, or are replaced."""
+        chosen = list(rows)
+        for table in self.saved_tables().values():
+            table.clear(chosen)
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Release gradients: they are not needed between updates, and moving them takes time."""
-        for param in self.fused.parameters():
+        for param in self.parameters():
             param.grad = None
-
-    def copy(self, moves: Sequence[tuple[int, int]], names: Mapping[int, tuple[int, str]]) -> None:
-        """Copy members by pairs of rows of the group. ``names``: the row and the name of the copy in a free row."""
-        roll, sources = self._roll, list(range(len(self)))
-        for source, target in moves:
-            sources[target] = source
-        origins = {target: roll.tag(source) for source, target in moves}
-        own = {target: (self.rows[target], roll.tags[target]) for target in origins}
-        self._rearrange(sources)
-        for target, origin in origins.items():
-            row, name = own[target]
-            if name is None:
-                self.rows[target], name = names[target]
-                roll.enter(target, name, origin)
-            else:
-                self.rows[target] = row
-                roll.rename(target, name)
-                roll.note(target, EventKind.COPY, origin)
 
     def compact(self) -> bool:
         """Remove free rows as far as the widths of programs allow; return whether any were removed.
 
         Rows come in blocks, so that not every number of members needs its own compiled program.
         """
-        live, free = self._roll.live, self._roll.free
+        live, free = self.table.live, self.table.free
         width = self._widths.of(len(live))
         if width < len(self):
-            self.resize([*live, *free[: width - len(live)]], len(live))
+            self.arrange([*live, *free[: width - len(live)]], range(len(live), width))
             return True
         return False
 
     def grow(self, count: int) -> None:
         """Add free rows at the end, for at least ``count`` more members."""
         rows = len(self)
-        self.resize([*range(rows), *[0] * (self._widths.of(rows + count) - rows)], rows)
-
-    def resize(self, sources: Sequence[int], occupied: int) -> None:
-        """Rearrange rows by ``sources``; rows from index ``occupied`` on are free."""
-        self._rearrange(sources)
-        for table in (self.table, self.best):
-            table.clear(range(occupied, len(sources)))
-        self._step.at_once = self._widths.at_once(len(sources))
-        self._updates.clear(self._roll.free)
+        width = self._widths.of(rows + count)
+        self.arrange([*range(rows), *[0] * (width - rows)], range(rows, width))
 
     def check_between(self) -> None:
         """Raise a ValueError if members that train a parameter together have an unfinished update."""
-        if self._common and self._updates.underway:
-            progress = f"{int(self._updates.done.max())} of {int(self._updates.calls[0])} steps of an update are made"
+        if self._common and self.table.underway:
+            progress = f"{int(self.table['done'].max())} of {int(self.table['calls'][0])} steps of an update are made"
             raise ValueError(f"{progress}: members who train a parameter together start and are copied between updates")
 
-    def _rearrange(self, sources: Sequence[int]) -> None:
+    def arrange(self, sources: Sequence[int], free: Iterable[int] = ()) -> None:
+        """Let row b be the former row ``sources[b]``; the new rows ``free`` have no member."""
         self.check_between()
-        self._drop_gradients()
+        self.drop_gradients()
         rearrange_array(self.fused, sources)
         rearrange_optimizer(self.optimizer, sources, {})
-        for table in self._own_tables().values():
+        for table in self.own_tables().values():
             table.arrange(sources)
+        if free := list(free):
+            self.release(free)
+            self._step.at_once = self._widths.at_once(len(sources))
+            self.table.clear_updates(self.table.free)
 
 
-@dataclass(frozen=True, eq=False)
-class MemberLayout:
-    """The group of each row of a population, and the row there.
+def copied_member(fused: FusedModule, row: int) -> nn.Module:
+    """Return a copy of a member of an array that shares the frozen parameters of all members."""
+    view = fused._views.members.get(row)
+    model = fused._member(row) if view is None else view.model
+    per_member = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}
+    frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
+    return module_copy(model, {id(parameter): parameter for parameter in frozen})
+
+
+def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> bool:
+    """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
+    devices or layouts, or if squares overflow.
+    """
+    checked_tensors = [*grads, losses]
+    # Several threads check more elements than this faster.
+    if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(checked_tensors)) is not None:
+        return answer
+    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in checked_tensors}) > 1:
+        return False
+    if losses.layout is not torch.strided or not all(tensor.numel() for tensor in checked_tensors):
+        return False
+    # Computing the largest magnitude would take five times as long.
+    return math.isfinite(float(torch.stack(torch._foreach_norm(checked_tensors, 2)).sum()))
+
+
+@dataclass
+class DeferredUpdates:
+    """What waits until all groups have gradients: updates, and small groups that write their state back after them.
 
     Attributes:
-        slots: for each row of the population, its group and the row there; None for a free row.
-        order: for each row of the population, its index into the concatenated rows of all groups; free rows have the
-            index after the last.
+        stepped: the groups that have made this step.
     """
 
-    slots: tuple[tuple[TrainingGroup, int] | None, ...]
-    order: Tensor
+    stepped: list[TrainingGroup] = field(default_factory=list)
+    updates: list[tuple[TrainingGroup, Tensor, Tensor | None]] = field(default_factory=list)
+    writes: list[Callable[[], object]] = field(default_factory=list)
+
+
+# Some members of a group as a small group, whose state is written back.
+
+
+@dataclass(eq=False)
+class ChosenRows:
+    """A small group ``part`` that steps some members of another one; `load` fills it before each step."""
+
+    part: TrainingGroup
+    array: GatheredRows
+    state: GatheredState
 
     @staticmethod
-    def of(groups: Sequence[TrainingGroup], size: int) -> MemberLayout:
-        """Return the layout of ``groups`` in a population of ``size`` rows."""
-        slots: list[tuple[TrainingGroup, int] | None] = [None] * size
-        start, order = 0, [sum(map(len, groups))] * size
-        for group in groups:
-            for local, row in enumerate(group.rows):
-                if row is not None:
-                    slots[row], order[row] = (group, local), start + local
-            start += len(group)
-        return MemberLayout(tuple(slots), torch.tensor(order, device="cpu"))
+    def of(whole: TrainingGroup, places: Sequence[int]) -> ChosenRows:
+        """Create it for the rows ``places``. Raises FusionError if they cannot be stepped separately."""
+        array = GatheredRows.of(whole.fused, places)
+        small, large = dict(array.array.named_parameters()), dict(whole.fused.named_parameters())
+        params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
+        state = GatheredState.of(whole.optimizer, params, places)
+        part = TrainingGroup(array.array, state.part, None, whole.scaler, whole.options, whole.table.take(places))
+        part._step.expected_calls |= whole._step.known_calls
+        return ChosenRows(part, array, state)
 
-    @property
-    def live(self) -> list[int]:
-        return [row for row, slot in enumerate(self.slots) if slot is not None]
+    def fits(self, whole: TrainingGroup) -> bool:
+        """Return whether the group still has the tensors for which this was created."""
+        return self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
 
-    @property
-    def free(self) -> list[int]:
-        return [row for row, slot in enumerate(self.slots) if slot is None]
+    def load(self, whole: TrainingGroup, rows: Sequence[int], width: int) -> None:
+        """Copy the present state of members ``rows`` to ``part``, followed by free rows up to ``width``."""
+        part, places = self.part, [*rows, *list(rows[:1]) * (width - len(rows))]
+        part.table = whole.table.take(rows, width - len(rows))
+        self.array.load(places)
+        self.state.load(places)
+        part.scaler = None if whole.scaler is None else whole.scaler.of_rows(places)
+        part.gradient_hooks, part._weighs_samples = whole.gradient_hooks, whole._weighs_samples
+        part.deferred, part._widths = whole.deferred, whole._widths
+        part._step.at_once = None if whole._common else whole._widths.at_once(width)
 
-    @property
-    def tags(self) -> list[str | None]:
-        """The members' names by row."""
-        return [None if slot is None else slot[0]._roll.tags[slot[1]] for slot in self.slots]
+    def store(self, whole: TrainingGroup, rows: Sequence[int]) -> None:
+        """Write the state of the first members of ``part`` back to members ``rows`` of ``whole``."""
+        self.array.store(len(rows))
+        self.state.store(rows)
+        if whole.scaler is not None and self.part.scaler is not None:
+            whole.scaler.table.put(rows, self.part.scaler.table)
+        whole.put_rows(rows, self.part.table)
 
-    def slot_of(self, row: int) -> tuple[TrainingGroup, int]:
-        """Return a member's group and its row there. Raises ValueError for a free row."""
-        slot = self.slots[row]
-        if slot is None:
-            raise ValueError(f"row {row} is free; members are in rows {self.live}")
-        return slot
 
-    def collected(self, values: Sequence[Tensor]) -> Tensor:
-        """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group; NaN or 0 for free rows."""
-        if not values:
-            return torch.zeros(len(self.slots), dtype=torch.int64, device="cpu")
-        first = values[0]
-        dtype = first.dtype
-        for value in values[1:]:
-            dtype = torch.promote_types(dtype, value.dtype)
-        empty = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=first.device)
-        joined = torch.cat([*(value.to(first.device, dtype) for value in values), empty])
-        return joined[self.order.to(first.device)]
+def _filled(leaf: Any, width: int) -> Any:
+    """Return a stacked argument with ``width`` entries; those of free rows repeat the first."""
+    if isinstance(leaf, Ragged):
+        return Ragged([*leaf, *[leaf[0]] * (width - len(leaf))])
+    if not is_stacked(leaf) or len(leaf.tensor) == width:
+        return leaf
+    first = leaf.tensor[:1].expand(width - len(leaf.tensor), *leaf.tensor.shape[1:])
+    return StackedInput(torch.cat([leaf.tensor, first]))

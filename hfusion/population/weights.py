@@ -13,18 +13,22 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.membership import is_per_member, member_rows, membership
 from hfusion.core.patience import is_better, numbers
 from hfusion.core.row_indices import rows_of, write_rows
-from hfusion.population.members import NO_BEST, apart
+from hfusion.population.members import NO_BEST
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
     from hfusion.population.training_group import TrainingGroup
 
 
-def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stacks ``[B, *shape]`` of the members' parameters and buffers with their keys, tied ones once."""
+def member_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stacks ``[B, *shape]`` of the members' parameters and buffers with their keys, tied ones once.
+
+    ``module``: an array, or the model of a plain group.
+    """
     visited: set[int] = set()
-    fused._views.update(fused)
-    for name, tensor in tensors(fused):
+    if isinstance(module, FusedModule):
+        module._views.update(module)
+    for name, tensor in tensors(module):
         mark = membership(tensor)
         if mark is not None and mark.is_own and id(tensor) not in visited:
             visited.add(id(tensor))
@@ -33,12 +37,16 @@ def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
 
 def _stacks(population: Population) -> list[tuple[TrainingGroup, dict[str, Tensor]]]:
     """Return the stacks of each group's parameters and buffers by key, without those that members share."""
-    return [(group, dict(member_tensors(group.fused))) for group in population._groups]
+    stacks = []
+    for group in population._groups:
+        group.settle()
+        stacks.append((group, dict(member_tensors(group.fused))))
+    return stacks
 
 
-def _check_independent(fused: FusedModule) -> None:
+def _check_independent(group: TrainingGroup) -> None:
     """Raise a ValueError if members train a tensor together, which then belongs to no member's best weights."""
-    for name, parameter in fused.named_parameters():
+    for name, parameter in group.named_parameters():
         if parameter.requires_grad and not is_per_member(parameter):
             raise ValueError(
                 f"the best weights of each member: {name} is one tensor that all members train. Freeze it, or give "
@@ -99,7 +107,7 @@ class BestMembers:
         with pop._lock:
             values = numbers(metrics, len(pop))
             for group in pop._groups:
-                _check_independent(group.fused)
+                _check_independent(group)
             for group, stacks in _stacks(pop):
                 best = group.best
                 for local, row in enumerate(group.rows):
@@ -151,10 +159,10 @@ class BestMembers:
             (index,) = rows_of(row, len(pop))
             group, local = pop._layout.slot_of(index)
             if self.ages[index] < 0:
-                tag = group._roll.tag(local)
+                tag = group.table.tag(local)
                 raise ValueError(f"{tag!r} in row {index} has no best weights: call pop.best.update(metrics) before")
             weights = {name: stack[local] for name, stack in group.best.of("weights").items()}
-            return _with_tensors(apart(group.fused, local), weights)
+            return _with_tensors(group.copied(local), weights)
 
 
 def _with_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -207,15 +215,14 @@ def average(
     means = _means(population, stacks, shares)
     if targets is None:
         group, local = slot_of(rows[0])
-        return _with_tensors(apart(group.fused, local), means)
+        return _with_tensors(group.copied(local), means)
     by_group = population._by_group(targets)
     for group, places in by_group:
-        updates = group._updates
         for local in places:
-            if done := int(updates.done[local]):
+            if done := int(group.table["done"][local]):
                 raise ValueError(
-                    f"{done} of {int(updates.calls[local])} steps of an update of row {group.rows[local]} are made, "
-                    "with gradients at its present weights: average into members between their updates"
+                    f"{done} of {int(group.table['calls'][local])} steps of an update of row {group.rows[local]} are "
+                    "made, with gradients at its present weights: average into members between their updates"
                 )
     for group, places in by_group:
         for name, stack in stacks[group.number].items():

@@ -202,7 +202,7 @@ def exploited(world: int) -> Any:
         except ValueError as error:
             message = str(error)
     state = pop.fused.state_dict() | pop.scaler.state_dict()
-    stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop._roll.keys.tolist()}
+    stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop.array.table["key"].tolist()}
     lineage = [str(event) for event in pop.lineage if event.what == "copy"]
     return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, message
 

@@ -307,7 +307,7 @@ def test_what_differed_at_the_begin_is_asked_for(name: str, after: str, tmp_path
         pop.step(*batch(0))
 
 
-# Parameters of a plain member that the user replaces: trained as those of a member of an array, or refused.
+# What the user changes in a plain member is trained, unless its optimizer has other parameters.
 class Normed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -351,23 +351,16 @@ def activation(model: nn.Module) -> None:
     model.act = nn.Tanh()
 
 
-def frozen(model: nn.Module) -> None:
-    parameter(model)
-    model.get_parameter("first.weight").requires_grad_(False)
-
-
 def pruned(model: nn.Module) -> None:
     prune.l1_unstructured(model.get_submodule("first"), "weight", amount=0.3)
 
 
-CHANGES: dict[str, Callable[[nn.Module], None]] = {
-    change.__name__: change for change in (parameter, submodule, assigned, activation, frozen, pruned)
-}
+CHANGES: dict[str, Callable[[nn.Module], None]] = {"activation": activation, "pruned": pruned}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_replaced_parameter_is_trained(change: str, at: int) -> None:
+def test_a_changed_member_is_trained(change: str, at: int) -> None:
     pop, models = plain_parameters_population()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(4):
@@ -376,11 +369,6 @@ def test_a_replaced_parameter_is_trained(change: str, at: int) -> None:
             assert shown is not None
             for model in (models[0], shown):
                 CHANGES[change](model)
-            # As if the optimizer had followed.
-            held, current = optimizers[0].param_groups[0]["params"], list(models[0].parameters())
-            if change != "pruned":
-                optimizers[0].state.update({b: optimizers[0].state[a] for a, b in zip(held, current, strict=True)})
-                held[:] = current
         x, y = plain_parameters_batch(step)
         losses = pop.step(x, y)
         for row, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -418,10 +406,13 @@ def normed(model: nn.Module) -> None:
     ("change", "message"),
     [
         (without_bias, "it has no parameter last.bias any more"),
-        (tied, "it has no parameter last.bias any more"),
-        (wider, r"shape of the parameter first.weight is torch.Size\(\[9, 4\]\), and was torch.Size\(\[5, 4\]\)"),
-        (added, "the parameter scale is new, and the optimizer does not have it"),
-        (normed, "the parameter first.parametrizations.weight.original0 is new"),
+        (tied, "it has another parameter last.bias"),
+        (wider, "it has another parameter first.weight"),
+        (parameter, "it has another parameter first.weight"),
+        (submodule, "it has another parameter last.weight"),
+        (assigned, "it has another parameter first.weight"),
+        (added, "the parameter scale is new"),
+        (normed, "it has no parameter first.weight any more"),
     ],
 )
 def test_other_parameters_are_refused(change: Callable[[nn.Module], None], message: str, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_others_keep_every_bit() -> None:
     def of(row: int) -> list[Tensor]:
         state = [value[row] for entry in pop.optimizer.state.values() for value in entry.values()]
         assert pop.scaler is not None
-        others = [*pop.fused.state_dict().values(), pop.hparams["lr"], pop.ages, pop._roll.keys]
+        others = [*pop.fused.state_dict().values(), pop.hparams["lr"], pop.ages, pop.array.table["key"]]
         return [v.clone() for v in (*state, *(t[row] for t in (*others, *pop.scaler.state_dict().values())))]
 
     pop.step(*(hf.stacked(part) for part in batches(4)))

@@ -323,7 +323,7 @@ def test_one_row(row: Any) -> None:
 
 
 WRONG_ROWS: dict[str, tuple[Callable[[hf.Population], object], str]] = {
-    "rate": (lambda pop: pop.start(None, rows_net(), lr=-1.0), "lr of member 4 is -1.0"),
+    "rate": (lambda pop: pop.start(None, rows_net(), lr=-1.0), "is -1.0: it must be finite and at least 0"),
     "tag": (lambda pop: pop.start(None, rows_net(), tag="member 0"), "is the name of the member in row 0"),
     "surrogate": (lambda pop: pop.start(None, rows_net(), tag="\ud800"), "letters that no file can hold"),
     "number as tag": (

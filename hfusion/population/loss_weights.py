@@ -1,4 +1,4 @@
-"""Weights of samples: the loss of a minibatch in which each sample counts as often as its weight says."""
+"""Weights in a loss: of calls that make an update together, and of samples, which count as often as theirs says."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.module import FusedModule
-from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.ragged import Ragged
 from hfusion.optim.device_numbers import sent
-from hfusion.population.plain_module import PlainModule
-
-if TYPE_CHECKING:
-    from hfusion.population.training_group import TrainingGroup
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-def weigh_samples(group: TrainingGroup, target: Any, weights: Any) -> dict[str, Any]:
-    """Return ``target`` with the weights of its samples, for the loss of `sample_weighted`, which the group has from
-    then on. ``weights`` None: all samples count as 1.
+def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``loss`` for targets of `weighed`: with the same values, and gradients multiplied by the weight."""
 
-    Raises ValueError for a loss that has no values of single samples.
-    """
-    if not group._samples:
-        sample_weighted(group._function)
-        group._samples = True
-        group._make_step(())
-    device = device_of(group.fused)
+    @wraps(loss, updated=())
+    def weighted_loss(output: Any, target: Any) -> Any:
+        value = loss(output, target["target"])
+        held = value.detach()
+        # The added term is zero for every finite weight; a value that is not finite stays so.
+        weight = target["weight"].to(torch.promote_types(value.dtype, torch.float32))
+        return held + (value - held) * weight
+
+    return weighted_loss
+
+
+def weighed(target: Any, weights: Tensor, device: torch.device) -> dict[str, Any]:
+    """Return ``target`` with each member's weight, float64 ``[B]``, on ``device``."""
+    return {"target": target, "weight": stacked(sent(weights, device))}
+
+
+def weigh_samples(target: Any, weights: Any, device: torch.device) -> dict[str, Any]:
+    """Return ``target`` with the weights of its samples, for `sample_weighted`; None: all samples count as 1."""
     if isinstance(weights, StackedInput):
         weights = stacked(sent(weights.tensor, device))
     elif isinstance(weights, Ragged):
@@ -49,18 +53,13 @@ def weigh_samples(group: TrainingGroup, target: Any, weights: Any) -> dict[str, 
     return {"target": target, "samples": weights}
 
 
-def check_keyword(group: TrainingGroup, name: str) -> None:
+def check_keyword(kind: type[nn.Module], name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
-    forward = _model_class(group.fused).forward
-    if name in _parameters(forward):
+    if name in _parameters(kind.forward):
         raise ValueError(
-            f"{name}= is for step, and forward of {group.fused._original} has a parameter of that name: give it by "
+            f"{name}= is for step, and forward of {kind.__name__} has a parameter of that name: give it by "
             "position, in inputs"
         )
-
-
-def _model_class(fused: FusedModule | PlainModule) -> type[nn.Module]:
-    return type(fused.model if isinstance(fused, PlainModule) else fused._array.skeletons[0])
 
 
 def rows_of_weights(weights: Any) -> Any:

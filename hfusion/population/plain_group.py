@@ -1,0 +1,232 @@
+"""A group of one member that is in no array: its model runs in eager torch, and nothing is captured or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import chain
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.fuse import fuse
+from hfusion.array.member_functions import MemberFunction
+from hfusion.capture.registered_tensors import check_materialized, tensors
+from hfusion.compiler.arguments import row_of_leaf
+from hfusion.core.calls import call_arguments, is_stacked
+from hfusion.core.copies import module_copy
+from hfusion.core.errors import FusionError
+from hfusion.core.loss_checks import check_losses
+from hfusion.core.membership import Membership, is_per_member, mark, membership
+from hfusion.device.backend import active_autocast
+from hfusion.population.group_options import GroupOptions
+from hfusion.population.members import History
+from hfusion.population.training_group import TrainingGroup
+
+
+class PlainStep:
+    """A training step of one model by autograd, with what a group uses of the steps of `hfusion.train_step`."""
+
+    compilations = 0
+    # A single member cannot be divided.
+    budget = None
+
+    def __init__(self, group: PlainGroup, loss: Callable[..., Any]) -> None:
+        self._group, self._loss = group, loss
+        self.known_calls: set[str] = set()
+        self.expected_calls: set[str] = set()
+        self.keys: Tensor | None = None
+        self.idle: frozenset[int] = frozenset()
+        self.at_once: int | None = None
+
+    def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
+        """Return the losses ``[1]`` of one step. Raises ValueError for a loss that is no number with a gradient."""
+        args, kwargs = call_arguments(inputs, keywords)
+        if not isinstance(inputs, Tensor) or kwargs:
+            args, kwargs = of_row(args), of_row(kwargs)
+        if not isinstance(target, Tensor):
+            target = of_row(target)
+        group = self._group
+        group.drop_gradients()
+        with torch.enable_grad():
+            loss = self._loss(group.model(*args, **kwargs), target)
+            check_losses(loss, trains=any(param.requires_grad for param in group.parameters()))
+            with ExitStack() as stack:
+                # As torch advises: an autocast is for forward and loss.
+                for kind, _ in active_autocast() or ():
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                if loss.requires_grad:
+                    loss.backward()
+        step_losses: Tensor = loss.detach().reshape(1)
+        group._computed(step_losses)
+        return step_losses
+
+
+class PlainGroup(TrainingGroup):
+    """A group of one member; ``fused`` is its model.
+
+    Its optimizer is one of hf.optim over the parameters of the model, which takes less time for one model than the
+    fused optimizers of torch; so its state is that of a row of an array, to the bit.
+    """
+
+    is_plain = True
+
+    @property
+    def model(self) -> nn.Module:
+        return self.fused
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        return type(self.model)
+
+    def member(self, row: int) -> nn.Module:
+        return self.model
+
+    read = member
+
+    def copied(self, row: int) -> nn.Module:
+        # This works even if the user has changed the model to one that its optimizer does not fit.
+        return module_copy(self.model, {id(p): p for p in self.model.parameters() if _is_shared(p)})
+
+    def outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return with_row(self.model(*of_row(args), **of_row(kwargs)))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def __getstate__(self) -> dict[str, Any]:
+        listed = {"_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named"}
+        state = {name: value for name, value in super().__getstate__().items() if name not in listed}
+        return {**state, "_shared": [name for name, tensor in tensors(self.model) if _is_shared(tensor)]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of a Parameter has lost its mark.
+        mark_plain(state["fused"], state["_shared"])
+        super().__setstate__(state)
+
+    def _prepare(self, expected_calls: Iterable[str]) -> None:
+        self._list_tensors()
+        super()._prepare(expected_calls)
+
+    def _make_step(self, expected_calls: Iterable[str]) -> None:
+        self._step = cast(Any, PlainStep(self, self._losses()[1]))
+
+    def _list_tensors(self) -> None:
+        """Cache the tensors: a step reads them five times, and walking the modules took half its overhead."""
+        names = ("_parameters", "_buffers", "_modules")
+        self._dicts = [getattr(module, name) for module in self.model.modules() for name in names]
+        self._sizes, self._objects = list(map(len, self._dicts)), list(self._values())
+        self._named = tuple(self.model.named_parameters())
+        self._parameters = tuple(parameter for _, parameter in self._named)
+        self._all_named = tuple(self.model.named_parameters(remove_duplicate=False))
+
+    def _values(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._dicts))
+
+    def settle(self) -> None:
+        """Raise a FusionError if the model has other parameters than the optimizer; buffers may be replaced."""
+        if self._sizes == list(map(len, self._dicts)) and all(map(is_, self._values(), self._objects)):
+            return
+        current = dict(self.model.named_parameters(remove_duplicate=False))
+        ids, known = set(map(id, current.values())), {id(parameter) for _, parameter in self._all_named}
+        for name in (name for name, parameter in self._all_named if id(parameter) not in ids):
+            verb = f"has another parameter {name}" if name in current else f"has no parameter {name} any more"
+            raise self._unfit(f"it {verb}")
+        for name in (name for name, parameter in current.items() if id(parameter) not in known):
+            raise self._unfit(f"the parameter {name} is new")
+        for name, parameter in self.model.named_parameters():
+            mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
+        self._list_tensors()
+
+    def _unfit(self, why: str) -> FusionError:
+        return FusionError(
+            f"what was done to a plain member of class {self.kind.__name__} does not fit its optimizer: {why}. Undo "
+            "it, or stop the member, change its model and start it again: model = pop.stop(row); ...; "
+            "pop.start(row, model)"
+        )
+
+    def settle_call(self) -> None:
+        self.settle()
+        if any(True for _ in self.model.buffers()):
+            super().settle_call()
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self._parameters
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._named
+
+    def _written(self) -> Iterator[str]:
+        yield from (name for name, _ in self.model.named_buffers())
+
+    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
+        fn(self.model, *of_row(args), **of_row(kwargs))
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The member's row, unless it is frozen or has left, or nothing of it is trained."""
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        return [row for row in self.table.live if trains and not bool(self.table["frozen"][row])]
+
+
+def plain_group(
+    model: nn.Module, options: GroupOptions, origin: int, shared: Collection[int], history: History
+) -> TrainingGroup:
+    """Return a group of a copy of ``model``.
+
+    Args:
+        origin: the initial member of the population whose options it has.
+        shared: ids of the frozen parameters that members of other groups hold, too. Their memory is not copied.
+    """
+    check_materialized(model, "the model")
+    around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
+    names = [name for name, tensor in tensors(model) if id(tensor) in around]
+    copied = module_copy(model, dict(around))
+    mark_plain(copied, names)
+    return PlainGroup.begin(copied, options, [origin], history)
+
+
+def group_of(
+    models: Sequence[nn.Module],
+    options: GroupOptions,
+    origins: Sequence[int],
+    shared: Collection[int],
+    history: History,
+) -> TrainingGroup:
+    """Return a group of ``models``: an array, or a plain group if there is one. Raises FusionError."""
+    if len(models) == 1:
+        return plain_group(models[0], options, origins[0], shared, history)
+    return TrainingGroup.begin(fuse(list(models)), options, origins, history)
+
+
+def mark_plain(model: nn.Module, shared: Collection[str]) -> None:
+    """Mark the tensors of a single model; ``shared``: the names of those that other members hold, too."""
+    for name, tensor in tensors(model):
+        mark(tensor, Membership(name, 1, stacked=False, standalone=name not in shared))
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    return membership(tensor) is not None and not is_per_member(tensor)
+
+
+def of_row(value: Any) -> Any:
+    """Return nested ``value`` with each stacked tensor replaced by its only row."""
+    return pytree.tree_map(lambda leaf: row_of_leaf(leaf, 0), value, is_leaf=is_stacked)
+
+
+def with_row(value: Any) -> Any:
+    """Return nested ``value`` with a leading dim of 1 added to every tensor."""
+    if isinstance(value, Tensor):
+        return value.unsqueeze(0)
+    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)
