@@ -26,7 +26,7 @@ PAGES = {
     "optim.NAdam optim.RAdam optim.RMSprop optim.FusedOptimizer optim.per_member optim.for_all optim.GradScaler "
     "optim.clip_grad_norm_ optim.clip_grad_value_ optim.fuse optim.groups optim.lr_scheduler.OneCycleLR "
     "optim.lr_scheduler.PerMember optim.lr_scheduler.ReduceLROnPlateau",
-    "populations": "Population Patience MemberLogger MemberProgress sweep SweepResult PBT select Ensemble zip_loaders",
+    "populations": "Population Patience MemberLogger sweep SweepResult PBT select Ensemble zip_loaders",
     "tasks": "Task Machine Device plan simulate train Step Evaluation Cluster rows gather_rows copy_rows "
     "schedule.plan.Plan schedule.timeline.Timeline tasks.training_report.Report tasks.training_report.TaskReport",
     "integrations": "lora Adapters sklearn.EnsembleClassifier sklearn.EnsembleRegressor lightning.LightningArray",

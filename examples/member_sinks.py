@@ -117,11 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     x = torch.randn(256, 8)
     target = (x[:, 0] > x[:, 1]).long()
-    with hf.MemberLogger(sinks=sinks) as logger, hf.MemberProgress(100) as progress:
+    with hf.MemberLogger(sinks=sinks) as logger:
         for step in range(100):
             losses = pop.step(x, target)
             logger.log(pop, step, loss=losses)
-            progress.update(pop, losses)
+            if step % 10 == 9:
+                best, worst = (pop.tags[row] for row in (losses.argmin(), losses.argmax()))
+                print(f"step {step + 1}: best {best} {losses.min():.4g}, worst {worst} {losses.max():.4g}")
 
 
 if __name__ == "__main__":

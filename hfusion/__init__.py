@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hfusion.core.ragged import Ragged
     from hfusion.device.machine import Device, Machine
     from hfusion.population.ensemble import Ensemble
-    from hfusion.population.logger import MemberLogger, MemberProgress
+    from hfusion.population.logger import MemberLogger
     from hfusion.population.population import Population
     from hfusion.population.selection import select
     from hfusion.population.zip_loaders import zip_loaders
@@ -59,7 +59,6 @@ __all__ = [
     "HFusionError",
     "Machine",
     "MemberLogger",
-    "MemberProgress",
     "NonFiniteError",
     "Patience",
     "PlanError",
@@ -107,7 +106,6 @@ _MODULES = {
     "HFusionError": "hfusion.core.errors",
     "Machine": "hfusion.device.machine",
     "MemberLogger": "hfusion.population.logger",
-    "MemberProgress": "hfusion.population.logger",
     "NonFiniteError": "hfusion.core.errors",
     "Patience": "hfusion.core.patience",
     "PlanError": "hfusion.core.errors",

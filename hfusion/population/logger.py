@@ -1,9 +1,8 @@
-"""Numbers of members, member by member, to files and services; and a line that tells of the best and the worst."""
+"""Numbers of members, member by member, to files and services."""
 
 from __future__ import annotations
 
 import csv
-import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from hfusion.core.progress_output import ProgressBars, Tenths, plain
 from hfusion.core.text import file_name
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Numbers = Tensor | Sequence[float]
 
@@ -191,74 +186,6 @@ class MemberLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(error)
-
-
-class MemberProgress:
-    """A progress bar with the best and the worst member, in terminals and notebooks; ten lines elsewhere.
-
-    Args:
-        total: the number of calls of `update`.
-        name: the name of the number that is shown.
-        mode: ``"min"`` or ``"max"``: whether lower or higher values are better.
-
-    Example:
-        >>> import io
-        >>> from rich.console import Console
-        >>> with MemberProgress(2, console=Console(file=io.StringIO())) as progress:
-        ...     progress.update(["a", "b"], [0.5, 0.25])
-        ...     progress.text
-        'loss: best b 0.25, worst a 0.5'
-    """
-
-    def __init__(self, total: int, *, name: str = "loss", mode: str = "min", console: Console | None = None) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r}: it is min or max")
-        self._name, self._least = name, mode == "min"
-        # Imported late: not everybody looks at bars.
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TimeRemainingColumn
-
-        columns = [BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        self._console, self._total, self._done = Console() if console is None else console, total, 0
-        self._progress_bars = ProgressBars(self._console, *columns, plain("{task.description}"))
-        self._lines = None if self._progress_bars.draws else Tenths(0, total)
-        self._task = self._progress_bars.progress.add_task("", total=total)
-        self.text, self._entered = "", False
-
-    def update(self, members: Any, values: Numbers) -> None:
-        """Advance by one step. ``members`` and ``values`` are those of `MemberLogger.log`; NaN counts as the worst.
-
-        Raises ValueError outside of the ``with`` block.
-        """
-        if not self._entered:
-            raise ValueError("a progress is drawn inside of its block: with hf.MemberProgress(...) as progress: ...")
-        tags = names_of(members)
-        column = numbers_of(self._name, values, len(tags))
-        sign = 1 if self._least else -1
-        ranked = sorted(
-            ((math.inf if math.isnan(v) else sign * v, tag, v) for v, tag in zip(column, tags, strict=True) if tag),
-            key=lambda entry: entry[:2],
-        )
-        if ranked:
-            (_, best, low), (_, worst, high) = ranked[0], ranked[-1]
-            self.text = f"{self._name}: best {best} {low:.4g}, worst {worst} {high:.4g}"
-        self._done += 1
-        self._progress_bars.progress.update(self._task, advance=1, description=self.text)
-        self._progress_bars.draw()
-        if self._lines is not None and self._done <= self._total and self._lines.reached(self._done, self._total):
-            line = f"{self._done}/{self._total} {self.text}"
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def __enter__(self) -> MemberProgress:
-        self._progress_bars.__enter__()
-        self._entered = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered = False
-        self._progress_bars.__exit__()
 
 
 def names_of(members: Any) -> list[str | None]:

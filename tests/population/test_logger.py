@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 import struct
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import hfusion as hf
 from examples.member_sinks import Mlflow, Wandb
@@ -200,18 +198,3 @@ def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.Mo
         ("new", "FINISHED", True): {"loss": [(1, 2.0)]},
         ("a", "FINISHED", False): {"loss": [(5, 9.0)]},
     }
-
-
-def test_the_best_and_the_worst() -> None:
-    out = io.StringIO()
-    with hf.MemberProgress(2, name="accuracy", mode="max", console=Console(file=out, width=120)) as progress:
-        progress.update(["a", None, "b", "c"], [0.5, 0.9, 0.75, 0.25])
-        assert progress.text == "accuracy: best b 0.75, worst c 0.25"
-        progress.update(["a", None, "b", "c"], [0.5, 0.9, math.nan, 0.25])
-        assert progress.text == "accuracy: best a 0.5, worst b nan"
-    assert "2/2" in out.getvalue()
-    with pytest.raises(ValueError, match="drawn inside of its block"):
-        progress.update(["a"], [0.5])
-    assert "best a 0.5" in out.getvalue()
-    with pytest.raises(ValueError, match="it is min or max"):
-        hf.MemberProgress(1, mode="best")
