@@ -191,11 +191,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     (checked,) = (task for task in tasks if task.name == CHECKED)
     check_alone(checked, report)
     console.print(f"{CHECKED}, trained by itself, is equal bit for bit")
-    plan.draw(chosen.out / "plan.png")
-    simulated.draw(chosen.out / "simulated.png")
-    report.timeline.draw(chosen.out / "timeline.png")
+    simulated.draw(chosen.out / "simulated.svg")
+    report.timeline.draw(chosen.out / "timeline.svg")
     report.timeline.perfetto(chosen.out / "timeline.json")
-    console.print(f"{chosen.out}: plan.png, simulated.png, timeline.png, and timeline.json for ui.perfetto.dev")
+    console.print(f"{chosen.out}: simulated.svg, timeline.svg, and timeline.json for ui.perfetto.dev")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hfusion.device.native import compiler, processor_name
 OPTIONAL = {
     "accelerate": "accelerate",
     "lightning": "lightning",
-    "matplotlib": "plot",
+    "matplotlib": "demo",
     "optuna": "sweep",
     "pandas": "sweep",
     "peft": "lora",

@@ -27,7 +27,7 @@ def task(
     count: int = 1,
     steps: int = 1,
     *,
-    resident: bool = True,
+    resident: bool | None = None,
     epoch: int | None = None,
     accumulate: int = 1,
     clipped: bool = False,
@@ -37,7 +37,7 @@ def task(
     growth: float = 1.0,
     **values: float,
 ) -> TaskPlan:
-    """A task of ``count`` equal shards; the last has no boundary."""
+    """A task of ``count`` equal shards; the last has no boundary. One of a single shard is resident by default."""
     shards = [shard(index, **values) for index in range(count - 1)]
     last = shard(count - 1, **(values | {"boundary": 0}))
     settings = {
@@ -48,7 +48,7 @@ def task(
         "keeps_last_shard": kept,
     }
     settings |= {"save_every": save_every, "growth": growth}
-    return TaskPlan(name, (*shards, last), steps, resident, **settings)  # type: ignore[arg-type]
+    return TaskPlan(name, (*shards, last), steps, count == 1 if resident is None else resident, **settings)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -63,13 +63,14 @@ def parts(draw: st.DrawFn, index: int) -> Shard:
 @st.composite
 def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
     """Any small task: plain, clipped, with gradients summed over minibatches, with epochs, with evaluations."""
-    shards = tuple(draw(parts(index)) for index in range(draw(st.integers(1, 4))))
+    resident = draw(st.booleans())
+    shards = tuple(draw(parts(index)) for index in range(1 if resident else draw(st.integers(1, 4))))
     epochs, epoch = draw(st.sampled_from([(1, None), (1, 2), (2, 1), (2, 2), (1, 3)]))
     return TaskPlan(
         name,
         shards,
         steps=epochs * (epoch or draw(st.integers(1, 3))),
-        resident=draw(st.booleans()),
+        resident=resident,
         epoch=epoch,
         accumulate=draw(st.integers(1, 3)),
         clipped=draw(st.booleans()),

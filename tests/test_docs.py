@@ -236,7 +236,6 @@ USES = {
     r"hf\.lora\(": "peft",
     r"hf\.sklearn\.|hfusion\.sklearn": "scikit-learn",
     r"hf\.lightning\.|hfusion\.lightning": "lightning",
-    r"\.draw\(": "matplotlib",
 }
 
 

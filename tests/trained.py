@@ -156,7 +156,10 @@ def planned(
     resident: Sequence[bool],
     kept: Sequence[bool] | None = None,
 ) -> Plan:
-    """The plan of ``tasks`` with their programs cut evenly into ``counts`` shards, on devices with not a byte more."""
+    """The plan of ``tasks`` with their programs cut evenly into ``counts`` shards, on devices with not a byte more.
+
+    A resident one is not cut.
+    """
     arrangements, made = arrange(tasks, on)
     found = []
     keeps = [False] * len(tasks) if kept is None else kept
@@ -164,7 +167,7 @@ def planned(
         minibatch = one.minibatch()
         program = one.array.compiled(minibatch.arguments).program
         total = len(operators(program))
-        cuts = sorted({total * place // count for place in range(1, count)} - {0})
+        cuts = sorted({total * place // count for place in range(1, 1 if stays else count)} - {0})
         sizes = symbol_sizes(program, minibatch.shapes)
         shards = shards_at(program, cuts, sizes, RATES, one.optimizer.state_stacks)
         found.append(replace(plan, shards=shards, resident=stays, keeps_last_shard=keep))

@@ -52,18 +52,16 @@ class Recipe:
     branching: int | None = None
 
     @cached_property
-    def _placed(self) -> dict[tuple[str, torch.device], Tensor]:
+    def _on_host(self) -> dict[str, Tensor]:
         return {}
 
-    def constant(self, name: str, device: torch.device, *, stays: bool) -> Tensor:
-        """Return a constant on a device. ``stays``: keep it there; otherwise each call copies it from the host."""
-        storage_device = device if stays else torch.device("cpu")
-        key = name, storage_device
-        if key not in self._placed:
+    def constant(self, name: str, device: torch.device) -> Tensor:
+        """Return a constant on a device, by a copy from the host."""
+        if name not in self._on_host:
             constant = self.constants[name]
-            pins = not stays and backend(device).pins and constant.device.type == "cpu"
-            self._placed[key] = constant.pin_memory() if pins else constant.to(storage_device)
-        return self._placed[key].to(device, non_blocking=True)
+            pins = backend(device).pins and constant.device.type == "cpu"
+            self._on_host[name] = constant.pin_memory() if pins else constant.to("cpu")
+        return self._on_host[name].to(device, non_blocking=True)
 
     @cached_property
     def makers(self) -> dict[str, int]:

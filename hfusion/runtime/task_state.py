@@ -89,7 +89,6 @@ class TaskTensors:
         files: for each shard the file that stores it, None for host memory.
         pinned: whether host memory is page-locked.
         carried: whether gradients outlive units, so that they are stored with the shard.
-        together: whether all shards are loaded together, so that they use borrowed tensors in place.
     """
 
     def __init__(
@@ -101,10 +100,8 @@ class TaskTensors:
         *,
         pinned: bool,
         carried: bool,
-        together: bool,
     ) -> None:
         self.pinned = pinned
-        self._together = together
         self.shards = shards
         self.optimizer = optimizer
         self._tensors = tensors
@@ -196,12 +193,11 @@ class TaskTensors:
         copy = self._homes[shard].load(sections, device)
         moves = copy.moves
         borrowed: dict[str, Tensor] = {}
-        if not self._together:
-            for name, owner in self.shards[shard].borrowed.items():
-                source = self._source(name, owner)
-                borrowed[name] = torch.empty_like(source, device=device)
-                if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
-                    moves.append(Move(borrowed[name], source))
+        for name, owner in self.shards[shard].borrowed.items():
+            source = self._source(name, owner)
+            borrowed[name] = torch.empty_like(source, device=device)
+            if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
+                moves.append(Move(borrowed[name], source))
         with self._lock:
             self._loaded_shards[shard] = _LoadedShard(copy, borrowed)
         return moves
@@ -234,13 +230,7 @@ class TaskTensors:
         """Return a parameter or buffer for a loaded shard: owned, or the borrowed copy."""
         loaded_shard = self._loaded_shards[shard]
         weights = loaded_shard.copy.views[Section.WEIGHTS]
-        if name in weights:
-            return weights[name]
-        return (
-            loaded_shard.borrowed[name]
-            if name in loaded_shard.borrowed
-            else self._source(name, self.shards[shard].borrowed[name])
-        )
+        return weights[name] if name in weights else loaded_shard.borrowed[name]
 
     def refresh(self, shard: int, names: Sequence[str]) -> None:
         """Copy borrowed tensors again from their owners, which may have changed since this shard was loaded."""
@@ -255,10 +245,10 @@ class TaskTensors:
         for name in self._frozen.keys() & set(buffers):
             del self._frozen[name]
         for name in buffers:
-            owner = self.shards[shard].borrowed.get(name, shard)
             if name not in loaded_shard.borrowed:
-                self._loaded_shards[owner].changed.add((Section.WEIGHTS, name))
+                loaded_shard.changed.add((Section.WEIGHTS, name))
                 continue
+            owner = self.shards[shard].borrowed[name]
             with self._crossing:
                 self._wait_for(owner)
                 with self._lock:

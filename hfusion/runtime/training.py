@@ -72,7 +72,7 @@ def _gradients_by_backward(
 
 
 class Training:
-    """Executes the units of a task. One unit runs at a time; loads and evictions run concurrently.
+    """Executes the units of a spilled task. One unit runs at a time; loads and evictions run concurrently.
 
     ``losses``, ``evaluations``: a tensor ``[B]`` per trained, or evaluated, minibatch so far. ``over``: the task has
     ended early, so that no more units are computed. ``compiled``: whether minibatches are compiled steps.
@@ -103,7 +103,7 @@ class Training:
         self._carried = plan.carried
         self._batch: Batch
         self._recipe: Recipe
-        self._boundary = BoundaryStore(pinned=state.pinned, resident=plan.resident)
+        self._boundary = BoundaryStore(pinned=state.pinned)
         self._saved: dict[int, _PartGraph] = {}
         self._drawn: dict[int, Generators] = {}
         self._buffer_snapshots: dict[int, dict[str, Tensor] | Bundle] = {}
@@ -167,8 +167,7 @@ class Training:
     def load(self, unit: Unit, shard: int, sections: Collection[Section], device: torch.device) -> list[Move]:
         """Allocate a shard on a device; for a backward, also the inputs to recompute. Return the copies to make."""
         moves = self.state.load(shard, sections, device, _BORROWED[unit.phase])
-        recomputes = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
-        if recomputes and shard not in self._saved:
+        if unit.phase is Phase.BACKWARD and unit.shard == shard and shard not in self._saved:
             moves += self._boundary.load(shard, self._recipe.parts[shard].takes, device)
         return moves
 
@@ -189,8 +188,15 @@ class Training:
 
     def recompute(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Recompute the forward of a shard for the backward that follows."""
+        shard = unit.shard
         with gate.computing():
-            self._saved[unit.shard] = self._recomputed(unit.shard, device)
+            inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
+            before = self._buffer_snapshots[shard]
+            if isinstance(before, Bundle):
+                before, moves = restore(before, list(before.values), device)
+                copy_now(moves)
+            with self._drawing(self._drawn[shard], device):
+                self._saved[shard] = self._compute(shard, inputs, before, device)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """Do the optimizer step of the unit's shard."""
@@ -216,9 +222,9 @@ class Training:
         return moves + (self._leave() if leave else []) + self.state.evict(shard)
 
     def _leave(self) -> list[Move]:
-        """Move values that live between units to the host. Saved graphs are dropped and will be recomputed."""
-        self._saved.clear()
-        moves = self._boundary.leave()
+        """Move values that live between units to the host."""
+        moves: list[Move] = []
+        self._boundary.leave()
         for shard, before in self._buffer_snapshots.items():
             if before and not isinstance(before, Bundle):
                 self._buffer_snapshots[shard], more = spill(before, None, pinned=self.state.pinned)
@@ -245,18 +251,18 @@ class Training:
         part = self._recipe.parts[shard]
         buffers = sorted({self._names[name] for name in part.writes})
         self._refresh(shard)
-        keep = self.plan.resident or self._is_last(shard)
-        if not self._is_last(shard):
+        is_last = self._is_last(shard)
+        if not is_last:
             self._buffer_snapshots[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self._generators.copy()
         inputs = self._boundary.take(part.takes, device)
-        with self._drawing(self._generators, device), nullcontext() if keep else forgetting():
+        with self._drawing(self._generators, device), nullcontext() if is_last else forgetting():
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
             self.losses.append(saved.losses.detach().to("cpu", non_blocking=True))
             self._arrivals.note("losses", device)
-        if keep:
+        if is_last:
             self._saved[shard] = saved
         self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
 
@@ -285,7 +291,7 @@ class Training:
         part, params, keys = self._recipe.parts[shard], {}, []
         for slot in part.keys:
             if slot.kind is Kind.CONSTANT:
-                keys.append(self._recipe.constant(slot.name, device, stays=self.plan.resident))
+                keys.append(self._recipe.constant(slot.name, device))
                 continue
             name = self._names[slot.name]
             tensor = buffers[name] if name in buffers else self.state.tensor(shard, name)
@@ -309,7 +315,7 @@ class Training:
             copy_now(moves)
             self._grads |= parked
             self._parked = None
-        saved = self._saved.pop(shard, None) or self._recomputed(shard, device)
+        saved = self._saved.pop(shard)
         inputs = tracked(saved.inputs)
         leaves = {**inputs, **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad}}
         ends = tracked(saved.outputs)
@@ -347,15 +353,6 @@ class Training:
                     # `Arrivals` waits once for all of these copies.
                     self._norms[name] = norms.to("cpu", non_blocking=True)
                     self._arrivals.note("norms", norms.device)
-
-    def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
-        inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
-        before = self._buffer_snapshots[shard]
-        if isinstance(before, Bundle):
-            before, moves = restore(before, list(before.values), device)
-            copy_now(moves)
-        with self._drawing(self._drawn[shard], device):
-            return self._compute(shard, inputs, before, device)
 
     def _collect(self, shard: int, grads: Mapping[str, Tensor]) -> None:
         """Store gradients: those of parameters that the shard owns, and those that earlier shards continue with."""
@@ -431,12 +428,11 @@ class Training:
 class BoundaryStore:
     """Stores the values that parts exchange. One thread may load values for a shard while another computes.
 
-    ``pinned``: use page-locked host memory. ``resident``: keep all values on the device until the task leaves it.
+    ``pinned``: use page-locked host memory.
     """
 
-    def __init__(self, *, pinned: bool, resident: bool) -> None:
+    def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._resident = resident
         self._inputs: Mapping[str, Any] = {}
         self._makers: Mapping[str, int] = {}
         self._values: dict[str, Any] = {}
@@ -475,25 +471,24 @@ class BoundaryStore:
     def keep(self, shard: int, outputs: Mapping[str, Any], later: frozenset[str]) -> None:
         """Store the outputs of ``shard``. ``later``: names that later parts take, which stay on the device."""
         results = detached(outputs)
-        if results and not self._resident:
+        if results:
             self._fresh[shard] = results
         values = {**self._values, **results}
-        self._values = {name: value for name, value in values.items() if name in later or self._resident}
+        self._values = {name: value for name, value in values.items() if name in later}
 
     def put_away(self, shard: int) -> list[Move]:
         """Return the copies to the host when a shard leaves the device."""
         # Values loaded for a backward are unused if another task runs first.
         self._entries.pop(shard, None)
         fresh = self._fresh.pop(shard, None)
-        return [] if fresh is None else self._spill(shard, fresh)
-
-    def leave(self) -> list[Move]:
-        """Return the copies to the host when the task leaves the device."""
-        moves: list[Move] = []
-        for maker in {self._makers[name] for name in self._values} - self._bundles.keys():
-            moves += self._spill(maker, {n: value for n, value in self._values.items() if self._makers[n] == maker})
-        self._values = {}
+        if fresh is None:
+            return []
+        self._bundles[shard], moves = spill(fresh, self._old.pop(shard, None), pinned=self._pinned)
         return moves
+
+    def leave(self) -> None:
+        """Forget the values on the device, which the task leaves. Copies are on the host."""
+        self._values = {}
 
     def clean(self, shard: int) -> None:
         """Forget the values that ``shard`` computed. Their host memory is kept for reuse."""
@@ -501,10 +496,6 @@ class BoundaryStore:
         if shard in self._bundles:
             self._old[shard] = self._bundles.pop(shard)
         self._values = {name: value for name, value in self._values.items() if self._makers.get(name) != shard}
-
-    def _spill(self, maker: int, values: Mapping[str, Any]) -> list[Move]:
-        self._bundles[maker], moves = spill(values, self._old.pop(maker, None), pinned=self._pinned)
-        return moves
 
     def _find(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
         """Return the values ``names`` on the device, and the copies that must be made before they are used."""

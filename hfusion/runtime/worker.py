@@ -24,8 +24,8 @@ from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
 from hfusion.schedule.actions import Act, Action, Section
+from hfusion.schedule.engine import TaskFailed, Ticket
 from hfusion.schedule.plan import Phase, Unit
-from hfusion.schedule.worker_protocol import TaskFailed, Ticket
 
 _GLANCE_SECONDS = 0.1
 # Actions that may be queued on a device and not done: the one that it computes, and the next one.

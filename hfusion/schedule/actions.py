@@ -1,15 +1,13 @@
-"""Actions of a device on a shard, as data; each prints as one line of text, which parses back."""
+"""Actions of a device on a shard, as data; each prints as one line of text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from typing import NamedTuple
 
-from hfusion.core.errors import HFusionError
-
-
-class ActionError(HFusionError):
-    """Raised for a text that cannot be parsed as an action."""
+from hfusion.core.errors import PlanError
 
 
 class Act(StrEnum):
@@ -68,28 +66,6 @@ class Action:
         numbers = f"takes {self.takes} frees {self.frees} moves {self.moves} seconds {self.seconds!r}"
         return f"{self.act} {self.shard} {sections} {numbers} after {after}"
 
-    @classmethod
-    def parse(cls, line: str) -> Action:
-        """Parse the printed form of an action. Raises ActionError."""
-        try:
-            act, shard, sections, *rest = line.split()
-            names, (takes, frees, moves, seconds, after) = rest[::2], rest[1::2]
-            if names != ["takes", "frees", "moves", "seconds", "after"]:
-                raise ValueError(f"the numbers are named {names}")
-            return cls(
-                Act(act),
-                int(shard),
-                frozenset(map(Section, sections.split("+") if sections != "-" else ())),
-                int(takes),
-                int(frees),
-                int(moves),
-                float(seconds),
-                tuple(map(_parse_index, after.split(","))) if after != "-" else (),
-            )
-        except ValueError as error:
-            form = "ACT shard sections takes n frees n moves n seconds s after i,j"
-            raise ActionError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
-
 
 def estimate(action: Action, load_rate: float, evict_rate: float) -> float:
     """Return the estimated seconds of an action. Rates are in bytes per second."""
@@ -101,5 +77,94 @@ def estimate(action: Action, load_rate: float, evict_rate: float) -> float:
     return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds
 
 
-def _parse_index(text: str) -> int:
-    return ~int(text[1:]) if text.startswith("~") else int(text)
+# Shards with their costs, and units: one phase of one shard.
+
+
+class Phase(StrEnum):
+    """Forward, backward, update and evaluation.
+
+    UPDATE is the optimizer step if it must wait for the gradients of all shards. Otherwise the step of a shard belongs
+    to its backward unit.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Nodes ``[first, last)`` of the linearised graph, with the costs of one minibatch of all members.
+
+    Bytes on the device:
+        weights: parameters and buffers.
+        gradients: of the parameters that are trained.
+        optimizer: state of the optimizer for them.
+        activations: saved between forward and backward inside the shard.
+        workspace: peak of temporaries while one of its nodes runs forward.
+        peak: peak of its backward: gradients, activations, temporaries.
+        boundary: values alive at its output cut, including inputs of later shards; 0 for the last shard.
+    Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
+    ``frozen``: bytes of ``weights`` that training never changes, which are not written back.
+    ``borrows``: earlier shards that own some of its tensors, such as tied weights.
+    ``passing``: peak bytes of a forward that saves nothing; None: all values of the forward.
+    """
+
+    index: int
+    first: int
+    last: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    peak: int
+    boundary: int
+    forward: float
+    backward: float
+    step: float
+    frozen: int = 0
+    borrows: tuple[int, ...] = ()
+    passing: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last:
+            raise PlanError(f"shard {self.index} holds nodes [{self.first}, {self.last}): give it at least one")
+        for field in fields(self)[3:]:
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"shard {self.index}: {field.name} is {value}: it must be finite and at least 0")
+        if self.frozen > self.weights:
+            sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
+            raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
+        if not all(0 <= owner < self.index for owner in self.borrows):
+            raise PlanError(f"shard {self.index} borrows from {self.borrows}: give shards before it")
+
+    def of_larger(self, growth: float) -> Shard:
+        """Return the shard with the costs of evaluating a minibatch whose values take ``growth`` times the bytes."""
+        passing = self.activations + self.workspace if self.passing is None else self.passing
+        return replace(
+            self,
+            forward=growth * self.forward,
+            workspace=math.ceil(growth * passing),
+            boundary=math.ceil(growth * self.boundary),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one minibatch with its optimizer step when nothing is recomputed."""
+        return self.forward + self.backward + self.step
+
+
+class Unit(NamedTuple):
+    """One phase of one shard on one minibatch (``step``) of a task: the unit of scheduling.
+
+    Minibatches of evaluations are counted separately. ``updates``: it ends with the optimizer step of its shard.
+    """
+
+    task: str
+    step: int
+    phase: Phase
+    shard: int
+    updates: bool

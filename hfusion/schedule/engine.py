@@ -7,18 +7,19 @@ All decisions are made in one thread, when an action ends; an action starts only
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
+from math import ceil, fsum
+from typing import Protocol
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, Section
-from hfusion.schedule.dispatch import Dispatcher
-from hfusion.schedule.plan import Plan, TaskPlan, Unit
-from hfusion.schedule.policy import Policy
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
+from hfusion.schedule.policy import Dispatcher, Policy
 from hfusion.schedule.task_plan import UnitActions
 from hfusion.schedule.timeline import Span, Timeline
-from hfusion.schedule.worker_protocol import Ticket, Worker
 
 
 @dataclass(eq=False)
@@ -67,9 +68,9 @@ class _Visit:
     seconds: float = 0.0
 
     @property
-    def loads(self) -> list[Ticket | None]:
-        """Tickets of the loads it needs; None for one that cannot start yet."""
-        return [self.run.held[shard].ticket for shard in self.actions.needs]
+    def load(self) -> Ticket | None:
+        """The ticket of its shard's load; None if that cannot start yet."""
+        return self.run.held[self.unit.shard].ticket
 
     @property
     def frees(self) -> int:
@@ -258,7 +259,7 @@ class Engine:
             if not visit.submitted and self._can_begin(device, visit, visit.actions.takes):
                 device.take(visit.actions.takes)
                 self._compute(device, visit)
-            if visit.started or not visit.submitted or not self._is_loaded(visit):
+            if visit.started or not visit.submitted or visit.load is None or not visit.load.done:
                 break
             self._start(device, visit)
         queued = device.queued
@@ -268,17 +269,13 @@ class Engine:
                 self._compute(device, queued)
                 device.note()
 
-    def _is_loaded(self, visit: _Visit) -> bool:
-        """Return whether everything a unit needs is loaded."""
-        return all(ticket is not None and ticket.done for ticket in visit.loads)
-
     def _can_begin(self, device: _DeviceState, visit: _Visit, size: int) -> bool:
-        """Return whether everything a unit needs is loaded or loading, and the bytes it takes are free."""
-        return None not in visit.loads and device.fits(size)
+        """Return whether the unit's shard is loaded or loading, and the bytes it takes are free."""
+        return visit.load is not None and device.fits(size)
 
     def _compute(self, device: _DeviceState, visit: _Visit) -> None:
         visit.submitted = True
-        after = [ticket for ticket in visit.loads if ticket is not None]
+        after = [] if visit.load is None else [visit.load]
         for action in visit.actions.computes:
             visit.tickets[self._submit_action(device, visit.run, visit.unit, action, after)] = action
 
@@ -365,3 +362,147 @@ class Engine:
         moves = min(size, sum(action.moves for action in held.owed))
         action = Action(Act.EVICT, shard, sections, frees=size, moves=moves)
         run.evictions[shard] = self._submit_action(device, run, run.unit, action, (held.ticket, *running))
+
+
+# The protocol between the engine and its workers: requests and reports.
+
+
+class Ticket(Protocol):
+    """An action that began. Once ``done``, it has its ``started`` and ``ended`` times, and the ``seconds`` it took.
+
+    It starts when all actions that it waits for have ended, so the worker's overhead to begin it counts as its time.
+    """
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def started(self) -> float: ...
+
+    @property
+    def ended(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Worker(Protocol):
+    """Executes the actions of the engine. Each lane of a device runs one action at a time, in the order they began."""
+
+    def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+        """Begin an action for a unit, as soon as the actions of the tickets ``after`` have ended."""
+
+    def wait(self) -> Sequence[Ticket]:
+        """Wait until at least one action has ended, and return those that have. Raises TaskFailed."""
+
+
+class TaskFailed(Exception):
+    """An action of the task numbered ``task`` raised ``__cause__``."""
+
+    def __init__(self, task: int) -> None:
+        super().__init__(task)
+        self.task = task
+
+
+# Slices of several minibatches of a resident task, which are scheduled together to share the cost of a decision.
+
+# Estimated seconds of a slice. A decision takes some 0.2 ms of it, and other tasks wait at most this long.
+_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Groups the minibatches of a resident plan into slices of ``size``; the last slice of an epoch may be smaller."""
+
+    plan: TaskPlan
+    size: int
+
+    @classmethod
+    def of(cls, plan: TaskPlan, alone: bool) -> Slices:
+        """Return slices of a short estimated duration; of a whole epoch for a task ``alone`` on its device."""
+        epoch = plan.steps // plan.epochs
+        if alone or not plan.step_seconds:
+            return cls(plan, epoch)
+        return cls(plan, max(1, min(int(_SECONDS / plan.step_seconds), epoch)))
+
+    @property
+    def _epoch(self) -> int:
+        return self.plan.steps // self.plan.epochs
+
+    @property
+    def _count(self) -> int:
+        """Number of slices per epoch."""
+        return ceil(self._epoch / self.size)
+
+    @cached_property
+    def scheduled(self) -> TaskPlan:
+        """The plan for the engine: each slice counts as one minibatch, all computed in its backward."""
+        (shard,) = self.plan.shards
+        updates = ceil(self._epoch / self.plan.accumulate)
+        seconds = self._epoch * (shard.forward + shard.backward) + updates * shard.step
+        # Subtract the forward seconds, which stay in ``forward`` because evaluations use them, too.
+        whole = replace(shard, backward=max(0.0, seconds / self._count - shard.forward), step=0.0)
+        steps = self.plan.epochs * self._count
+        return replace(
+            self.plan,
+            shards=(whole,),
+            steps=steps,
+            epoch=self._count,
+            # So that the engine reserves memory for gradients that outlive a minibatch.
+            accumulate=2 if self.plan.carried else 1,
+            clipped=False,
+            # A save may be due within a slice, so the training itself makes it.
+            save_every=None,
+        )
+
+    def first(self, index: int) -> int:
+        """Return the first minibatch of a slice."""
+        epoch, position = divmod(index, self._count)
+        return epoch * self._epoch + position * self.size
+
+    def end(self, index: int) -> int:
+        """Return the number of minibatches that have ended after a slice."""
+        return min(self.first(index) + self.size, (index // self._count + 1) * self._epoch)
+
+    def unit_index_after(self, steps: int) -> int:
+        """Return the index of the scheduled unit that follows ``steps`` minibatches, which may end within a slice."""
+        epoch, rest = divmod(steps, self._epoch)
+        return epoch * (2 * self._count + self.plan.evaluated) + 2 * (rest // self.size)
+
+    def unit(self, step: int, phase: Phase) -> Unit:
+        """Return the unit of a single minibatch in the original plan."""
+        updates = self.plan.closes(step) and (
+            phase is Phase.UPDATE or (phase is Phase.BACKWARD and not self.plan.clipped)
+        )
+        return Unit(self.plan.name, step, phase, 0, updates)
+
+    def spans(self, spans: Iterable[Span], start: int, done: int) -> Iterator[Span]:
+        """Yield ``spans`` with those of slices divided among the actions of their minibatches, by estimated seconds.
+
+        ``start``, ``done``: how many minibatches had ended before the run, and at its end.
+        """
+        began = 0.0
+        for span in spans:
+            if span.act is Act.FORWARD:
+                began = span.start
+            elif span.act is Act.BACKWARD:
+                # The task may have begun, or ended, within the slice.
+                steps = range(max(start, self.first(span.step)), min(self.end(span.step), done))
+                actions = [(step, action) for step in steps for action in self._computes(step)]
+                total, moment = fsum(action.seconds for _, action in actions), began
+                for step, action in actions:
+                    share = action.seconds / total if total else 1 / len(actions)
+                    begins, moment = moment, min(span.end, moment + share * (span.end - began))
+                    size = max(action.takes, action.frees)
+                    yield replace(span, act=action.act, step=step, start=begins, end=moment, bytes=size)
+            elif span.act in (Act.LOAD, Act.EVICT):
+                yield replace(span, step=self.first(span.step))
+            elif span.act is Act.EVALUATE:
+                yield span
+                if self.plan.saves(Unit(self.plan.name, span.step, Phase.EVALUATE, 0, False)):
+                    yield replace(span, act=Act.SAVE, start=span.end, bytes=0)
+
+    def _computes(self, step: int) -> Iterator[Action]:
+        clipped = self.plan.clipped and self.plan.closes(step)
+        for phase in (Phase.FORWARD, Phase.BACKWARD, *([Phase.UPDATE] if clipped else ())):
+            yield from self.plan.actions_of(self.unit(step, phase)).computes

@@ -3,9 +3,9 @@
 A spilled task keeps its state in host memory: the needs of a shard are loaded before it computes and evicted
 afterwards, and its backward recomputes it from the values alive at its input cut (Hydra, arXiv:2110.08633;
 recomputation: Chen et al., arXiv:1604.06174). The last shard turns from forward to backward in place and recomputes
-nothing. Pinned shards are loaded when the minibatch begins, and evicted when it ends, unless the next one begins there:
-all shards of a resident task, the last shard of a spilled one that keeps it. (A cyclic scan is cached best by keeping a
-part of it: Belady, IBM Systems Journal 5(2), 1966.)
+nothing. A last shard that is kept is loaded when the minibatch begins, and evicted when it ends, unless the next one
+begins there: the only shard of a resident task, or that of a spilled task with room for it. (A cyclic scan is cached
+best by keeping a part of it: Belady, IBM Systems Journal 5(2), 1966.)
 """
 
 from __future__ import annotations
@@ -14,37 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate as running_sums
 
-from hfusion.schedule.actions import Act, Action, Section
-from hfusion.schedule.shards import Shard
+from hfusion.schedule.actions import Act, Action, Section, Shard
 
 _STATE = frozenset({Section.WEIGHTS, Section.OPTIMIZER, Section.GRADIENTS})
 _ENTRY = frozenset({Section.WEIGHTS, Section.BOUNDARY})
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Keeps all shards on the device, with the values that they save for backward."""
-
-    def pins(self, shard: int, count: int) -> bool:
-        """Return whether a shard stays on the device as long as its task of ``count`` shards."""
-        return True
-
-
-@dataclass(frozen=True)
-class Spilled:
-    """Loads and evicts shards one by one; ``keeps_last``: the last shard stays on the device."""
-
-    keeps_last: bool = False
-
-    def pins(self, shard: int, count: int) -> bool:
-        """Return whether a shard stays on the device as long as its task of ``count`` shards."""
-        return self.keeps_last and shard == count - 1
-
-
 def lower(
     shards: Sequence[Shard],
-    memory: Resident | Spilled,
     *,
+    keeps_last: bool = False,
     accumulate: bool = False,
     clip: bool = False,
     evaluate: bool = False,
@@ -54,6 +33,7 @@ def lower(
     """Return the actions of a minibatch with its optimizer step, or of an evaluated minibatch.
 
     Args:
+        keeps_last: the last shard stays on the device as long as the task does.
         accumulate: gradients are summed over minibatches.
         clip: the optimizer steps after all backwards. As with `accumulate`, gradients then outlive their backward, and
             move with the shard.
@@ -61,7 +41,7 @@ def lower(
         growth: bytes of an evaluated minibatch's values over those of a trained one; at least 1.
         save: the last unit also copies all weights and optimizer state for a checkpoint.
     """
-    builder = _ActionList(shards, memory, accumulate or clip, clip, save)
+    builder = _ActionList(shards, keeps_last, accumulate or clip, clip, save)
     return builder.evaluation(growth) if evaluate else builder.training()
 
 
@@ -86,7 +66,7 @@ class _ActionList:
     """Builds the list of actions."""
 
     shards: Sequence[Shard]
-    memory: Resident | Spilled
+    keeps_last: bool
     carried: bool
     clip: bool
     save: bool
@@ -108,15 +88,10 @@ class _ActionList:
 
     def evaluation(self, growth: float) -> tuple[Action, ...]:
         larger = [part.of_larger(growth) if growth > 1 else part for part in self.shards]
-        # A resident task has already reserved memory for what training saves; evaluation uses that.
-        room = sum(part.activations + part.boundary for part in self.shards)
         at = 0
         for index, part in enumerate(larger):
             self._load_needed_shards(index, _ENTRY, part.weights + at)
-            if self._resident:
-                extra = max(self.shards[index].workspace, part.workspace + part.boundary + at - room)
-            else:
-                extra = part.workspace + part.boundary + (at if self._pins(index) else 0)
+            extra = part.workspace + part.boundary + (at if self._pins(index) else 0)
             self._compute(Act.EVALUATE, index, part.forward, extra, extra)
             self._save(index, ends=index == len(self.shards) - 1)
             self._end(index, part.boundary)
@@ -130,7 +105,7 @@ class _ActionList:
             self._load_needed_shards(index, self._sections, held, held + self._at(index))
             self._compute(Act.FORWARD, index, part.forward, self._alive_between(index) + part.workspace, part.workspace)
             return
-        extra = part.workspace + (0 if self._resident else part.boundary)
+        extra = part.workspace + part.boundary
         self._load_needed_shards(index, _ENTRY, part.weights + self._at(index))
         self._compute(Act.FORWARD, index, part.forward, extra, extra)
         self._end(index, part.boundary)
@@ -140,8 +115,6 @@ class _ActionList:
         more = max(0, part.peak - part.activations)
         if self._backward_follows(index):
             self._compute(Act.BACKWARD, index, part.backward, more, more + self._alive_between(index))
-        elif self._resident:
-            self._compute(Act.BACKWARD, index, part.backward, more, more)
         else:
             self._load_needed_shards(index, self._sections, self._held(part) + self._at(index) + part.boundary)
             self._compute(Act.RECOMPUTE, index, part.forward, part.peak, 0)
@@ -168,21 +141,17 @@ class _ActionList:
             self._compute(Act.SAVE, index, moves=sum(host_bytes(part, carried=False) for part in self.shards))
 
     @property
-    def _resident(self) -> bool:
-        return isinstance(self.memory, Resident)
-
-    @property
     def _sections(self) -> frozenset[Section]:
         """The sections that a backward needs."""
         excluded = {Section.OPTIMIZER} if self.clip else set()
         return _STATE - excluded - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
 
     def _pins(self, index: int) -> bool:
-        return self.memory.pins(index, len(self.shards))
+        return self.keeps_last and index == len(self.shards) - 1
 
     def _backward_follows(self, index: int) -> bool:
         """Return whether the backward follows immediately, so that saved activations take memory from then on."""
-        return index == len(self.shards) - 1 and not self._resident
+        return index == len(self.shards) - 1
 
     def _at(self, index: int) -> int:
         """Return the bytes of values at the input cut."""
@@ -203,20 +172,17 @@ class _ActionList:
     def _load_needed_shards(
         self, index: int, sections: frozenset[Section], size: int, moves: int | None = None
     ) -> None:
-        """Load a shard; with the first one, also the pinned shards."""
+        """Load a shard; with the first one, also the last shard if it is kept."""
         if not self._pins(index):
             self._load(index, sections, size, size if moves is None else moves, self.shards[index].borrows)
-        if self.computed is None:
-            for pinned in filter(self._pins, range(len(self.shards))):
-                self._load_pinned(pinned)
+        if self.computed is None and self.keeps_last:
+            self._load_pinned(len(self.shards) - 1)
 
     def _load_pinned(self, index: int) -> None:
         part = self.shards[index]
         gradients = set() if self.carried else {Section.GRADIENTS}
-        values = {Section.BOUNDARY, Section.SAVED} if self._resident else {Section.BOUNDARY}
-        beside = part.activations + part.boundary if self._resident else 0
         size = host_bytes(part, carried=self.carried)
-        self._load(index, _STATE - gradients | values, size + beside, size, part.borrows)
+        self._load(index, _STATE - gradients | {Section.BOUNDARY}, size, size, part.borrows)
 
     def _load(self, index: int, sections: frozenset[Section], size: int, moves: int, borrows: Sequence[int]) -> None:
         after = tuple(sorted({self.evicted.get(shard, ~shard) for shard in (index, *borrows)}))
@@ -226,9 +192,7 @@ class _ActionList:
     def _compute(
         self, act: Act, index: int, seconds: float = 0.0, takes: int = 0, frees: int = 0, moves: int = 0
     ) -> None:
-        # On a resident task's device a shard uses borrowed tensors in place.
-        shards = (index, *self.shards[index].borrows) if self._resident else (index,)
-        after = {self.loaded[shard] for shard in shards} | ({self.computed} if self.computed is not None else set())
+        after = {self.loaded[index]} | ({self.computed} if self.computed is not None else set())
         self.computed = len(self.actions)
         self.actions.append(Action(act, index, frozenset(), takes, frees, moves, seconds, tuple(sorted(after))))
 
@@ -247,6 +211,5 @@ class _ActionList:
     def _ended(self) -> tuple[Action, ...]:
         for index in [*self.loaded]:
             part = self.shards[index]
-            unchanged = 0 if self._resident else part.frozen
-            self._evict(index, host_bytes(part, carried=self.carried) - unchanged)
+            self._evict(index, host_bytes(part, carried=self.carried) - part.frozen)
         return tuple(self.actions)

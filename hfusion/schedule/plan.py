@@ -6,19 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hfusion.core import html
 from hfusion.core.errors import PlanError
 from hfusion.core.text import aligned, readable
-from hfusion.schedule.drawing import draw_bytes, draw_graph, new_figure
-from hfusion.schedule.graph import graph, longest_seconds
-from hfusion.schedule.shards import Phase, Shard, Unit
+from hfusion.schedule.actions import Act, Phase, Shard, Unit, estimate
 from hfusion.schedule.task_plan import TaskPlan
-
-if TYPE_CHECKING:
-    import networkx
 
 __all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
 
@@ -89,22 +82,14 @@ class Plan:
         """Return the seconds of a task that never waits for a device. Nothing is loaded at its start."""
         first = task.seconds
         if task.closes(0):
-            computing = math.fsum(action.seconds for action in task.training)
-            first += max(0.0, longest_seconds(self._graph(task)) - computing)
+            # Each action as soon as those before it have ended. Evictions after the last computation do not count.
+            ends: list[float] = []
+            for action in task.training:
+                start = max((ends[index] for index in action.after if index >= 0), default=0.0)
+                ends.append(start + estimate(action, self.load_rate, self.evict_rate))
+            longest = max(end for end, action in zip(ends, task.training, strict=True) if action.act is not Act.EVICT)
+            first += max(0.0, longest - math.fsum(action.seconds for action in task.training))
         return first
-
-    def _graph(self, task: TaskPlan) -> networkx.DiGraph[Any]:
-        return graph(task.name, task.training, self.load_rate, self.evict_rate)
-
-    def graph(self) -> networkx.DiGraph[Any]:
-        """Return the dependency graph of one minibatch of every task, with its optimizer step.
-
-        Nodes are ``(task, index)``, with the ``action`` and its ``seconds``.
-        """
-        import networkx
-
-        combined: networkx.DiGraph[Any] = networkx.compose_all([networkx.DiGraph(), *map(self._graph, self.tasks)])
-        return combined
 
     def _headline(self) -> str:
         names = ", ".join(f"{name} {readable(budget)}" for name, budget in [*self.devices.items()][:_SHOWN])
@@ -124,20 +109,6 @@ class Plan:
         largest = max(self.devices.values())
         rows = (_row(task, largest) for task in self.tasks)
         return html.folded(self._headline(), html.table(_HEAD, rows, len(self.tasks)), is_open=True)
-
-    def draw(self, path: str | Path) -> None:
-        """Draw the bytes of each task next to the budgets, and below the dependency graph with its longest path in red.
-
-        The graph is of the task with the longest minibatch. Raises ImportError without matplotlib.
-        """
-        longest = max(self.tasks, key=lambda task: longest_seconds(self._graph(task)), default=None)
-        heights = [1.6 + 0.35 * len(self.tasks), 1.6 + 0.45 * len(longest.shards if longest else ())]
-        figure = new_figure(11, sum(heights))
-        above, below = figure.subplots(2, height_ratios=heights)
-        draw_bytes(self.tasks, self.devices, above)
-        if longest is not None:
-            draw_graph(longest.name, self._graph(longest), below)
-        figure.savefig(path)
 
 
 def _stays(task: TaskPlan) -> str:

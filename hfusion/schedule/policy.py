@@ -6,13 +6,15 @@ and its cost grows with the logarithm of the number of tasks.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from hfusion.core.errors import PlanError
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 
 
 class Candidate(NamedTuple):
@@ -154,3 +156,139 @@ def named(policy: str | Policy) -> Policy:
         names = ", ".join(POLICIES)
         raise PlanError(f"unknown policy {policy!r}: choose from {names}, or give a Policy of hfusion.schedule.policy")
     return POLICIES[policy]
+
+
+# Choose the next task of a device, and keep the state of tasks that a policy sees.
+
+
+def _sort(unit: Unit) -> tuple[Phase, int, bool]:
+    """Return the kind of a unit. Units of one kind do the same computation."""
+    return unit.phase, unit.shard, unit.updates
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Progress of a task: the unit that starts next, None if all have started, and its view for the policy.
+
+    ``units``: of the task; ``seconds``: of a unit, by kind; ``unstarted``: number of units that have not started.
+    """
+
+    plan: TaskPlan
+    next: Unit | None
+    candidate: Candidate
+    seconds: dict[tuple[Phase, int, bool], float]
+    unstarted: dict[tuple[Phase, int, bool], int]
+    units: int
+
+
+def _initial_progress(number: int, task: TaskPlan, first: int) -> _Progress:
+    """Return the progress of a task of which ``first`` units ran in an earlier run."""
+    unstarted = task.counts
+    seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in unstarted}
+    for unit in map(task.unit, range(first)):
+        unstarted[_sort(unit)] -= 1
+    remaining = math.fsum(count * seconds[sort] for sort, count in unstarted.items()) if first else task.seconds
+    candidate = Candidate(number, first, remaining, max(seconds.values()), 0, task.device_bytes)
+    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, unstarted, task.units)
+
+
+class Dispatcher:
+    """Chooses tasks for devices, and counts the units that began. At first every task waits.
+
+    ``first``: how many units of each task ran in an earlier run; None for a new run.
+    """
+
+    def __init__(self, plan: Plan, policy: Policy, first: Sequence[int] | None = None) -> None:
+        self._policy = policy
+        self._devices = len(plan.devices)
+        self._waiting = Waiting(policy.order, plan.devices.values())
+        ran = [0] * len(plan.tasks) if first is None else first
+        self._tasks = [_initial_progress(number, task, ran[number]) for number, task in enumerate(plan.tasks)]
+        self._work = math.fsum(task.candidate.remaining for task in self._tasks)
+        self._units = sum(task.units for task in plan.tasks) - sum(ran)
+        self._started_units = 0
+        for number in range(len(self._tasks)):
+            self.add_waiting(number)
+
+    def choose(self, budget: int, running: int | None) -> int | None:
+        """Return the task that a device of ``budget`` bytes runs next, and remove it from the waiting ones.
+
+        ``running``: the task whose unit the device has started. It may be chosen again if it has units left, and must
+        be if its next unit has to follow immediately. Returns None if no waiting task fits the device and the running
+        one does not continue. Raises PlanError if the policy returns another value.
+        """
+        present = None
+        if running is not None and (next_unit := self._tasks[running].next) is not None:
+            if self._tasks[running].plan.must_follow(next_unit):
+                return running
+            present = self._tasks[running].candidate
+        first = self._waiting.first(budget)
+        chosen = self._policy(State(budget, present, self._waiting, self._work / self._devices))
+        if chosen is None:
+            return None
+        if chosen == present:
+            return running
+        if chosen != first or first != self._waiting.first(budget):
+            raise PlanError(
+                f"policy {self._policy.name!r} gave {chosen!r}: it may give state.running, what "
+                "state.waiting.first(state.budget) gives, or None, and change nothing"
+            )
+        self._waiting.take(budget)
+        return chosen.task
+
+    def begin_unit(self, task: int) -> Unit:
+        """Begin the next unit of a chosen task and return it. Raises IndexError if the task is done."""
+        state = self._tasks[task]
+        unit = state.next
+        if unit is None:
+            raise IndexError(f"task {state.plan.name!r} has no unit left to begin")
+        seconds = state.seconds[_sort(unit)]
+        state.unstarted[_sort(unit)] -= 1
+        self._work -= seconds
+        self._started_units += 1
+        old = state.candidate
+        number, remaining = old.unit + 1, max(0.0, old.remaining - seconds)
+        state.candidate = Candidate(task, number, remaining, old.quantum, self._started_units, old.need)
+        state.next = state.plan.unit(number) if number < state.units else None
+        return unit
+
+    def measured(self, task: int, unit: Unit, seconds: float) -> None:
+        """Record the measured seconds of a unit, which replace the estimate for units of its kind."""
+        state, sort = self._tasks[task], _sort(unit)
+        if seconds != state.seconds[sort]:
+            more = state.unstarted[sort] * (seconds - state.seconds[sort])
+            state.seconds[sort] = seconds
+            self._work += more
+            old = state.candidate
+            remaining = max(0.0, old.remaining + more)
+            state.candidate = old._replace(remaining=remaining, quantum=max(state.seconds.values()))
+
+    def next(self, task: int) -> Unit | None:
+        """Return the unit of a task that begins next; None if all have begun."""
+        return self._tasks[task].next
+
+    def end(self, task: int, units: int) -> None:
+        """Shorten a task, which must not be waiting, to ``units`` more units."""
+        state, old = self._tasks[task], self._tasks[task].candidate
+        last = min(state.units, old.unit + units)
+        remaining_sorts = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
+        remaining = math.fsum(state.seconds[sort] for sort in remaining_sorts)
+        self._work -= math.fsum(count * state.seconds[sort] for sort, count in state.unstarted.items()) - remaining
+        self._units -= state.units - last
+        state.units, state.unstarted = last, {sort: remaining_sorts.count(sort) for sort in state.unstarted}
+        state.candidate = old._replace(remaining=remaining)
+        if not remaining_sorts:
+            state.next = None
+
+    def add_waiting(self, task: int) -> None:
+        """Add a task to the waiting ones, unless it is done. Called if no device continues it after its unit."""
+        if self._tasks[task].next is not None:
+            self._waiting.add(self._tasks[task].candidate)
+
+    def has_waiting(self) -> bool:
+        """Return whether any task is waiting."""
+        return bool(self._waiting)
+
+    def unfinished(self) -> bool:
+        """Return whether any task has units that have not started."""
+        return self._started_units < self._units

@@ -12,11 +12,10 @@ from typing import TypeAlias
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, estimate
-from hfusion.schedule.engine import Engine
+from hfusion.schedule.engine import Engine, Ticket
 from hfusion.schedule.plan import Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
-from hfusion.schedule.worker_protocol import Ticket
 
 Seconds: TypeAlias = Callable[[int, Unit, Action], float]
 

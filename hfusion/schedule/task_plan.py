@@ -2,10 +2,9 @@
 
 A spilled task keeps its state in host memory: before a unit (one phase of one shard) its needs are loaded, afterwards
 they are evicted, and the backward recomputes the shard from the values at its input cut
-(Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
-their saved activations on one device; if it is moved during a minibatch, the values alive at the cuts move with it and
-the rest is recomputed, which is not planned for. As a compromise, a spilled task may keep its last shard on the device
-and spill only the others. Bytes are whole numbers, times are seconds.
+(Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task is one shard, which stays on
+its device. As a compromise, a spilled task may keep its last shard on the device and spill only the others. Bytes are
+whole numbers, times are seconds.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.actions import Act, Action
-from hfusion.schedule.lower import Resident, Spilled, host_bytes, levels, lower, need
-from hfusion.schedule.shards import Phase, Shard, Unit
+from hfusion.schedule.actions import Act, Action, Phase, Shard, Unit
+from hfusion.schedule.lower import host_bytes, levels, lower, need
 
 # The phase of the unit that an act belongs to. In a clipped task, a STEP is a separate unit of Phase.UPDATE.
 PHASES = {
@@ -37,7 +35,6 @@ class UnitActions(NamedTuple):
     Args:
         load: loads the shard; None if it is pinned, or loaded by the previous unit.
         waits: shards whose evictions must end before the load.
-        needs: shards that must be loaded before the unit computes.
         other_peak: peak bytes on the device in addition to the loaded shard, until it is evicted.
         computes: the actions that compute.
         takes: bytes that are allocated when it begins to compute.
@@ -48,7 +45,6 @@ class UnitActions(NamedTuple):
 
     load: Action | None
     waits: frozenset[int]
-    needs: frozenset[int]
     other_peak: int
     computes: tuple[Action, ...]
     takes: int
@@ -74,9 +70,6 @@ def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> d
         units[phase, shard] = UnitActions(
             load if start not in used_loads and shard not in pinned else None,
             frozenset(~predecessor if predecessor < 0 else actions[predecessor].shard for predecessor in load.after),
-            frozenset(
-                actions[predecessor].shard for predecessor in first.after if actions[predecessor].act is Act.LOAD
-            ),
             max(on_device[start:end]) - load.takes,
             run,
             takes,
@@ -115,7 +108,8 @@ class TaskPlan:
     """The plan of one task: its shards in graph order, for ``steps`` minibatches of ``width`` members.
 
     Args:
-        resident: all shards stay on the device while the task does. Otherwise they are loaded and evicted one by one.
+        resident: its only shard stays on the device while the task does, also while other tasks run there. Otherwise
+            shards are loaded and evicted one by one.
         epoch: minibatches of an epoch, of which ``steps`` is a multiple; None: all are one epoch.
         accumulate: minibatches whose gradients are summed before the optimizer steps. The last group of an
             epoch may be shorter.
@@ -166,6 +160,11 @@ class TaskPlan:
         return plan
 
     def _check_shards(self) -> None:
+        if self.resident and len(self.shards) > 1:
+            raise PlanError(
+                f"task {self.name!r} is resident in {len(self.shards)} shards. Give a resident task one shard, or let "
+                "it be spilled."
+            )
         for position, shard in enumerate(self.shards):
             if shard.index != position:
                 raise PlanError(f"task {self.name!r}: shard {position} carries the index {shard.index}")
@@ -203,14 +202,10 @@ class TaskPlan:
         """Number of units of the whole task."""
         return self.epochs * self._epoch_units
 
-    @property
-    def memory(self) -> Resident | Spilled:
-        return Resident() if self.resident else Spilled(self.keeps_last_shard)
-
     @cached_property
     def pinned(self) -> frozenset[int]:
-        """The shards that stay on the device while the task does."""
-        return frozenset(shard.index for shard in self.shards if self.memory.pins(shard.index, len(self.shards)))
+        """The shards that stay on the device while the task does: the last one, or none."""
+        return frozenset({len(self.shards) - 1} if self.resident or self.keeps_last_shard else ())
 
     @cached_property
     def training(self) -> tuple[Action, ...]:
@@ -225,7 +220,7 @@ class TaskPlan:
     def _lowered(self, *, evaluate: bool) -> tuple[Action, ...]:
         return lower(
             self.shards,
-            self.memory,
+            keeps_last=bool(self.pinned),
             accumulate=self.accumulate > 1,
             clip=self.clipped,
             evaluate=evaluate,

@@ -21,7 +21,6 @@ from hfusion.core import html
 from hfusion.core.errors import HFusionError
 from hfusion.core.text import aligned, readable
 from hfusion.schedule.actions import Act
-from hfusion.schedule.drawing import new_figure
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
 from hfusion.schedule.task_plan import PHASES
 
@@ -62,7 +61,7 @@ class Span:
             raise TimelineError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
 
 
-# A timeline on one screen: numbers by device and by task, and a small picture without matplotlib.
+# A timeline on one screen: numbers by device and by task, and a small picture.
 
 # The most rows of devices, and of tasks, in a summary and in a picture.
 MAX_SHOWN = 10
@@ -292,37 +291,8 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def draw(self, path: str | Path) -> None:
-        """Draw a Gantt chart: computation per device, coloured by task, and the traffic of its links below.
-
-        Raises ImportError without matplotlib.
-        """
-        figure = new_figure(12, 1.5 + 0.6 * len(self.devices))
-        from matplotlib import colormaps
-        from matplotlib.patches import Patch
-
-        tasks = list(dict.fromkeys(action.task for action in self.actions))
-        palette = colormaps["tab20"]
-        colours = {task: palette(number % 20) for number, task in enumerate(tasks)}
-        heights = {"compute": (0.0, 0.5), "in": (0.54, 0.14), "out": (0.7, 0.14)}
-        spans: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
-        rows = {name: number for number, name in enumerate(self.devices)}
-        for action in self.actions:
-            key = (rows[action.device], action.act.lane, action.task)
-            spans[key].append((action.start, action.end - action.start))
-        axes = figure.subplots()
-        for (row, lane, task), bars in spans.items():
-            low, height = heights[lane]
-            alpha = 1.0 if lane == "compute" else 0.6
-            axes.broken_barh(bars, (row + low, height), facecolors=colours[task], alpha=alpha)
-        axes.axvline(self.lower_bound, color="black", linestyle="--")
-        axes.set_yticks([row + 0.42 for row in rows.values()], [f"{name}\ncompute, in, out" for name in rows])
-        axes.set_ylim(len(rows), -0.1)
-        axes.set_xlim(left=0)
-        axes.set_xlabel(f"seconds (dashed: lower bound {self.lower_bound:.4g}, makespan {self.makespan:.4g})")
-        if len(tasks) <= 20:
-            patches = [Patch(color=colours[task], label=task) for task in tasks]
-            axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        figure.savefig(path)
+        """Write the picture that notebooks show: a Gantt chart as SVG, a colour per task, loads and evictions below."""
+        Path(path).write_text(svg(self))
 
 
 def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:

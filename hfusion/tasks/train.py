@@ -29,20 +29,17 @@ from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.task_state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
-from hfusion.schedule.engine import Engine
-from hfusion.schedule.minibatch_slices import Slices
+from hfusion.schedule.engine import Engine, Slices, TaskFailed
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy, named
 from hfusion.schedule.timeline import Span, Timeline
-from hfusion.schedule.worker_protocol import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.compile_choice import eager_reason, shards_obstacle
 from hfusion.tasks.minibatch_border import Border, all_heard
-from hfusion.tasks.resident_training import ResidentTraining, eagerly
+from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly, spilled_reason
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import turns
 from hfusion.tasks.source import Stream
@@ -221,9 +218,7 @@ class _TrainRun:
         pinned = any(backend(device).pins for device in devices)
         sizes = [memory_of(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
         files = [self._file(folder, index, shard, size) for shard, size in enumerate(sizes)]
-        state = TaskTensors(
-            named_tensors, held, setup.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident
-        )
+        state = TaskTensors(named_tensors, held, setup.optimizer, files, pinned=pinned, carried=plan.carried)
         # Called after `state.close`, when the tensors have their own memory again.
         stack.callback(stopped.put_back)
         stack.callback(state.close)
@@ -258,7 +253,7 @@ class _TrainRun:
         """Return why an array runs eagerly. With ``compile=None`` a resumed run keeps its earlier decision."""
         arrangement, plan = self.arrangements[index], self.plan.tasks[index]
         if arrangement.task.compile is None and saved is not None:
-            return shards_obstacle(plan) if saved["compiled"] else "it was eager before its checkpoint, and goes on so"
+            return spilled_reason(plan) if saved["compiled"] else "it was eager before its checkpoint, and goes on so"
         return eager_reason(arrangement, plan, draws=recipe.random)
 
     def _training(
@@ -276,8 +271,7 @@ class _TrainRun:
         arguments = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
         if eager:
             self.eager[index] = eager
-        if shards_obstacle(plan) or (eager and [device.type for device in self._devices.values()] != ["cpu"]):
-            # With several devices, a task may move after each unit and not only after a slice.
+        if not plan.resident:
             return Training(*arguments)
         slices = Slices.of(plan, alone=len(self.arrangements) == 1)
         return ResidentTraining(*arguments, arrangement=arrangement, slices=slices, eager=eager)
@@ -315,13 +309,13 @@ class _TrainRun:
             self.note(failed.task, ArrayNote("failed", None, error=first_line(cause or failed)))
             # A callback may have failed after the last unit.
             done = [index for index in range(len(self.trainings)) if index != failed.task and engine.done(index)]
-            report = self._report(engine, worker, done)
+            report = self._report(engine, done)
             names = ", ".join(report) or "none"
             raise TrainError(
                 f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",
                 report,
             ) from cause
-        return self._report(engine, worker, list(range(len(self.trainings))))
+        return self._report(engine, list(range(len(self.trainings))))
 
     def _handle_unit_end(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
         """Handle the end of a unit, and save arrays that have stopped."""
@@ -342,25 +336,25 @@ class _TrainRun:
         self.saves.save(index, self.borders[index])
         self._note_end(self.borders[index])
 
-    def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
+    def _timeline(self, engine: Engine) -> Timeline:
         """Return the timeline of the run, with the slices split into minibatches."""
         sliced = {training.plan.name: training for training in self.trainings if isinstance(training, ResidentTraining)}
         whole, actions, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
         for span in whole.actions:
             (slices[span.task] if span.task in sliced else actions).append(span)
         for name, sliced_training in sliced.items():
-            actions += sliced_training.spans(slices[name], worker.began)
+            actions += sliced_training.spans(slices[name])
         actions.sort(key=lambda span: span.start)
         return replace(whole, actions=tuple(actions))
 
-    def _report(self, engine: Engine, worker: DeviceWorker, done: Sequence[int]) -> Report:
+    def _report(self, engine: Engine, done: Sequence[int]) -> Report:
         arrays, finished = defaultdict[Task, list[int]](list), set(done)
         for index, arrangement in enumerate(self.arrangements):
             arrays[arrangement.task].append(index)
         tasks = {
             task.name: self._task_report(task, group) for task, group in arrays.items() if finished.issuperset(group)
         }
-        return Report(tasks, self.plan, self._timeline(engine, worker), engine.peak)
+        return Report(tasks, self.plan, self._timeline(engine), engine.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
         borders = [self.borders[index] for index in indices]

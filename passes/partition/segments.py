@@ -12,7 +12,7 @@ import numpy as np
 
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
-from hfusion.schedule.shards import Shard
+from hfusion.schedule.actions import Shard
 
 
 class Segment(NamedTuple):

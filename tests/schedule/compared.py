@@ -56,6 +56,7 @@ def plan_of(count: int, devices: int, mix: str) -> Plan:
         if mix == "heterogeneous":
             length, shards = drawn.uniform(0.25, 2.0), drawn.randint(1, most)
             resident = drawn.random() < 0.5
+            shards = 1 if resident else shards
         steps = max(10, min(100, round(length * UNITS / (2 * count * most))))
         tasks.append(_task(f"task{number}", length * 1000 / steps, shards, steps, resident))
     return Plan(tuple(tasks), {f"device{number}": BUDGET for number in range(devices)}, RATE, RATE)
@@ -64,7 +65,7 @@ def plan_of(count: int, devices: int, mix: str) -> Plan:
 def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> TaskPlan:
     """A task whose minibatch takes ``seconds`` without recomputation; its state moves in a fifth of that."""
     shard_seconds = seconds / count
-    size = min(int(0.2 * shard_seconds * RATE), BUDGET // 4 // (count if resident else 1))
+    size = min(int(0.2 * shard_seconds * RATE), BUDGET // 4)
     shards = tuple(
         Shard(
             index=index,

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.actions import Act
-from hfusion.schedule.dispatch import Dispatcher
-from hfusion.schedule.minibatch_slices import Ran, Slices
-from hfusion.schedule.plan import Phase, Plan, Shard, TaskPlan, Unit
-from hfusion.schedule.policy import POLICIES, Candidate, Policy, State, Waiting
+from hfusion.schedule.engine import Slices
+from hfusion.schedule.plan import Phase, Plan, Shard, TaskPlan
+from hfusion.schedule.policy import POLICIES, Candidate, Dispatcher, Policy, State, Waiting
 from hfusion.schedule.simulate import simulate
 from hfusion.schedule.timeline import Timeline
 from tests.schedule import compared as policies
@@ -90,9 +88,10 @@ def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:
     units = [number for number, was_consulted in enumerate(consulted[:-1], 1) if was_consulted]
     assert [candidate.unit for candidate in shown if candidate] == units
     assert [candidate.since for candidate in shown if candidate] == units
-    assert [candidate.remaining for candidate in shown if candidate] == [10.0 - number for number in units]
-    assert {(candidate.quantum, candidate.need) for candidate in shown if candidate} == {(1.0, task_plan.device_bytes)}
-    assert [state.share for state in states] == [(10.0 - number) / 2 for number in (0, *units, 10)]
+    seconds = [task_plan.unit_seconds(task_plan.unit(number)) for number in range(task_plan.units)]
+    assert [candidate.remaining for candidate in shown if candidate] == [sum(seconds[number:]) for number in units]
+    assert {(candidate.quantum, candidate.need) for candidate in shown if candidate} == {(2.0, task_plan.device_bytes)}
+    assert [state.share for state in states] == [sum(seconds[number:]) / 2 for number in (0, *units, 10)]
     assert states[-1].running is None
 
 
@@ -297,19 +296,7 @@ def test_spans_are_those_of_the_minibatches(name: str, size: int) -> None:
     slices = Slices(whole, min(size, whole.epoch or 1))
     coarse, fine = (Plan((task_plan,), {"cpu": 10_000}, 1e6, 1e6) for task_plan in (slices.scheduled, whole))
     simulated = simulate(coarse)
-    ran: list[Ran] = []
-    for span in simulated.actions:
-        if span.act is Act.BACKWARD:
-            count = slices.end(span.step) - slices.first(span.step)
-            seconds = (span.end - span.start) / count
-            begins = [span.start + index * seconds for index in range(count)]
-            ran += [Ran(*(start + seconds * part / 5 for part in range(5))) for start in begins]
-    saved = {
-        span.step: (span.start + span.end) / 2
-        for span in simulated.actions
-        if span.act is Act.EVALUATE and whole.saves(Unit("one", span.step, Phase.EVALUATE, 0, False))
-    }
-    spans = sorted(slices.spans(simulated.actions, ran, 0, saved), key=lambda span: span.start)
+    spans = sorted(slices.spans(simulated.actions, 0, whole.steps), key=lambda span: span.start)
     timeline = Timeline(tuple(spans), simulated.devices, simulated.lower_bound)
     timeline.validate(fine)
     assert Timeline.parse(timeline.text()) == timeline

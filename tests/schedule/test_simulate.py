@@ -75,7 +75,7 @@ def test_measured_seconds_replace_estimates(plan: Plan) -> None:
 
 
 def test_to_begin_and_end_an_action_takes_time_too() -> None:
-    task_plan = task("a", 2, steps=3, resident=True)
+    task_plan = task("a", steps=3)
     plain = Plan((task_plan,), {"d": 10**9}, 1e9, 1e9)
     actions = [span for span in simulate(plain).actions if span.act.lane == "compute"]
     longer = simulate(replace(plain, action_seconds=0.5))
@@ -108,10 +108,10 @@ def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
 
 
 def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
-    task_plan = task("a", 3, steps=5)
+    task_plan = task("a", steps=5)
     timeline = simulate(Plan((task_plan,), {"d": 1000}, 1.0, 1.0))
-    assert [action.act for action in timeline.actions].count(Act.LOAD) == 3
-    assert [action.act for action in timeline.actions].count(Act.EVICT) == 3
+    assert [action.act for action in timeline.actions].count(Act.LOAD) == 1
+    assert [action.act for action in timeline.actions].count(Act.EVICT) == 1
     assert timeline.peak == {"d": task_plan.device_bytes}
 
 

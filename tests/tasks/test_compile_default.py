@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.tasks import compile_choice
+from hfusion.tasks import resident_training
 from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_stepping import Normed, array, assert_equal, stepped
 from tests.trained import Dropping, Way, batches, cross_entropy, machine, plain, task
@@ -35,7 +35,7 @@ def _silent() -> Iterator[None]:
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Let a compilation pay for tasks of so many seconds."""
-    return partial(monkeypatch.setattr, compile_choice, "LEAST_SECONDS")
+    return partial(monkeypatch.setattr, resident_training, "LEAST_SECONDS")
 
 
 def trained(module: hf.FusedModule, loader: Any, **options: Any) -> tuple[list[Tensor], str]:
