@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Kin, Kinds, changed_tensors, enter, resize
+from hfusion.array.member_views import check_together
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
@@ -53,6 +54,26 @@ def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, An
     for path, module in fused_part.named_modules(remove_duplicate=False):
         module.training = modes[path]
     return fused_part
+
+
+def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
+    """Return an array of neighbouring members around the memory of their rows; see `FusedModule.__getitem__`."""
+    rows = range(len(fused))[chosen]
+    if rows.step != 1:
+        raise ValueError(f"a slice of members with step {rows.step}: the step must be 1")
+    if not rows:
+        raise IndexError(f"{chosen} takes none of the {len(fused)} members")
+    check_together(fused, "a slice")
+
+    def view(stack: Tensor, places: Sequence[int] | None) -> Tensor:
+        values = stack.detach() if places is None else _view(stack, places)
+        return nn.Parameter(values, stack.requires_grad) if isinstance(stack, nn.Parameter) else values
+
+    part = part_of(fused, rows, view)
+    for parameter, (member, name) in fused._array.origins.items():
+        if member in rows:
+            part._array.origins[parameter] = (rows.index(member), name)
+    return part
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from hfusion.array.array_description import Array, ArrayState, mark_tensors, partly_written
 from hfusion.array.array_editing import Rows, TraceCache
 from hfusion.array.function_program_cache import note_call
+from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
@@ -326,21 +327,26 @@ class FusedModule(Rows, Tree):
         """Context manager for eval mode; restores modes. Raises FusionError if the members' eval changes tensors."""
         return evaluating(self)
 
-    def __getitem__(self, index: int) -> nn.Module:
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> FusedModule: ...
+    def __getitem__(self, index: int | slice) -> nn.Module:
         """Return member ``index`` as a module of its class; the same object as long as the member is in its row.
 
         Its tensors share the memory of the row, and its gradients are those of the array's row, in both directions.
         Changes made to it (modes, requires_grad, hooks, attributes) hold from the next call of the array on, or are
-        refused there.
+        refused there. A slice is an array of those members. Its tensors share their rows until one of the two is moved;
+        its gradients, and what is set on it later, are its own.
 
         Raises:
-            IndexError: out of range.
-            TypeError: not an integer. An array of copies of some members is ``hf.fuse([fused[i] for i in rows])``.
+            FusionError: a slice of members that differ in modes, hooks or what they train.
+            IndexError: out of range, or a slice of no member.
+            TypeError: neither an integer nor a slice.
+            ValueError: a slice with another step than 1.
         """
         if isinstance(index, slice):
-            raise TypeError(
-                f"a member is taken by an integer, got {index}. Fuse copies: hf.fuse([fused[i] for i in rows])"
-            )
+            return slice_of(self, index)
         members, index = len(self), operator.index(index)
         if not -members <= index < members:
             raise IndexError(f"member {index} of an array of {members}")
