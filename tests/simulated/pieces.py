@@ -80,7 +80,7 @@ class Scaled(nn.Module):
         self.first, self.second, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.first(x)) * torch.tensor([1.0, 2.0] * 4, dtype=x.dtype)
+        h = torch.relu(self.first(x)) * torch.tensor([1.0, 2.0] * 4, dtype=x.dtype, device=x.device)
         return self.out(torch.tanh(self.second(h)) + x[:, :1])
 
 
