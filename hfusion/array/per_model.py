@@ -333,7 +333,7 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
         if not _broadcasts(pytree.tree_leaves(args[:1]), pytree.tree_leaves((args[1:], kwargs))):
             return
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-        with noted(UserWarning) as texts, draws_kept(), torch.no_grad():
+        with draws_kept(), noted(UserWarning) as texts, torch.no_grad():
             function(*args, **kwargs)
     for text in texts:
         warnings.warn(text, stacklevel=_DEPTH)

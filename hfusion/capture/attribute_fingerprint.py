@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ from hfusion.core.python_values import (
     parts,
     read_attribute,
 )
-from hfusion.torch_private.tracer_warnings import warnings_ignored
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
 # Modules of an array refer to it by ``_array_position``.
@@ -245,7 +245,7 @@ class _AttributeReader(KeyReader):
         """Read an object by its attributes and its pickled state, or by identity if it has neither."""
         reduced: Any = ()
         try:
-            with warnings_ignored():
+            with warnings.catch_warnings(action="ignore"):
                 reduced = value.__reduce_ex__(4)
         except Exception:
             if read_attribute(value, "__dict__", None) is None:

@@ -170,7 +170,7 @@ def python_random_state() -> Any:
 def apart(module: nn.Module) -> Iterator[None]:
     """Context manager: run with a fixed seed, gradients on and autocast off; restores all of them afterwards."""
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
-    with silence_tracers(), draws_kept(), python_draws_kept():
+    with draws_kept(), silence_tracers(), python_draws_kept():
         seed_in_use(SEED)
         with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):
             yield

@@ -6,6 +6,7 @@ import functools
 import pickle
 import random
 import types
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -35,7 +36,6 @@ from hfusion.core.python_values import (
     slots,
     walk,
 )
-from hfusion.torch_private.tracer_warnings import warnings_ignored
 
 MUTABLE_CONTAINERS = (list, dict, set, deque)
 # An OrderedDict is no longer one after methods of dict have changed it.
@@ -176,7 +176,7 @@ def _position(iterator: Iterator[Any]) -> str:
     # object.__reduce__ creates an object of the base class, which closes a file when it is deleted.
     if type(iterator).__reduce__ is object.__reduce__:
         return repr(iterator)
-    with warnings_ignored():
+    with warnings.catch_warnings(action="ignore"):
         return f"{iterator} {iterator.__reduce__()}"
 
 

@@ -15,7 +15,6 @@ from hfusion.core.errors import FusionError
 from hfusion.core.member_random import draws_of
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
-from hfusion.torch_private.thread_draws import seen_in_modes
 
 aten = torch.ops.aten
 
@@ -129,10 +128,6 @@ class _Replaced(TorchDispatchMode):
         arguments = by_name(func, args, kwargs)
         if not is_random(func, arguments):
             return func(*args, **kwargs)
-        with seen_in_modes():
-            return self._call_with_row(func, args, kwargs, arguments)
-
-    def _call_with_row(self, func: OpOverload, args: Any, kwargs: Any, arguments: dict[str, Any]) -> Any:
         row = self._row(func)
         if func is aten.native_dropout.default:
             return _native_dropout(func, row, arguments["input"], arguments["p"])

@@ -25,7 +25,7 @@ def without_trace() -> Iterator[None]:
     """
     dtype = torch.get_default_dtype()
     try:
-        with silence_tracers(), draws_kept(), seeded(None), torch.enable_grad(), apart():
+        with draws_kept(), silence_tracers(), seeded(None), torch.enable_grad(), apart():
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -1,4 +1,8 @@
-"""One trace at a time: torch's tracers replace functions of the whole process while they run."""
+"""One lock for what threads cannot do at the same time: captures, and draws from states that only one task has.
+
+torch's tracers replace functions of the whole process while they run, and torch's random generators belong to the
+process. See "Threads" in docs/forward.md.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hfusion.torch_private.dynamo_state import compile_lock
-
-# Reentrant, since traced code may trace, too.
-tracing = threading.RLock()
-
-
-class _CompilingThread(threading.local):
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-_here = _CompilingThread()
-
-
-@contextmanager
-def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context manager: this thread enters ``alone()`` before it waits for the locks of `compiling`."""
-    outer, _here.within = _here.within, alone
-    try:
-        yield
-    finally:
-        _here.within = outer
 
 
 class FairLock:
@@ -48,10 +32,49 @@ class FairLock:
         self._depth += 1
 
     def __exit__(self, *raised: object) -> None:
+        if not self.owned:
+            # Another thread has taken it away.
+            return
         self._depth -= 1
         if not self._depth:
             self._owner = None
             self._lock.release()
+
+    @property
+    def owned(self) -> bool:
+        """True if this thread has the lock."""
+        return self._owner == threading.get_ident()
+
+    def take_from(self, thread: int | None) -> None:
+        """Release the lock if ``thread``, which hangs, has it."""
+        if thread is not None and self._owner == thread:
+            self._owner, self._depth = None, 0
+            self._lock.release()
+
+    def forget_waiting(self) -> None:
+        """In a forked process: forget the parent's threads that waited for the lock."""
+        self._next = threading.Lock()
+
+
+# Reentrant, since traced code may trace, too.
+tracing = FairLock()
+
+
+class _CompilingThread(threading.local):
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+_here = _CompilingThread()
+
+
+@contextmanager
+def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Context manager: this thread enters ``alone()`` before it waits for the locks of `compiling`."""
+    outer, _here.within = _here.within, alone
+    try:
+        yield
+    finally:
+        _here.within = outer
 
 
 @contextmanager

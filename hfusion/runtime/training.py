@@ -239,7 +239,7 @@ class Training:
         return shard == len(self.plan.shards) - 1
 
     def _read(self, source: Source, device: torch.device, gate: Gate) -> Recipe:
-        self._batch = source.next(self._generators.apart(device))
+        self._batch = source.next(self._generators.active(device))
         recipe = source.find(self._batch)
         if recipe is None:
             with gate.exclusive(), self.state.at_home():

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
+from hfusion.core.exclusive import tracing
 from hfusion.device.backend import current_queue
 from hfusion.torch_private.dataloader_workers import has_workers, kept_iterator, kill_workers, may_stay, shut_down
 
@@ -128,6 +129,8 @@ class Reader(Generic[T]):
         if self._left_by(self._deadline) or (self._interrupt() and self._left_by(time.monotonic() + _GRACE)):
             self._thread.join()
             self._ended.result()
+        else:
+            tracing.take_from(self._thread.ident)
 
     def _left_by(self, deadline: float | None) -> bool:
         """Return whether ``items`` has ended before the deadline."""

@@ -18,7 +18,6 @@ from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.calls import call_arguments
 from hfusion.core.memory import tensors_in
 from hfusion.device.generators import draws_kept
-from hfusion.torch_private.thread_draws import seen_in_modes
 from hfusion.torch_private.unimported_dynamo import sparing_dynamo
 
 # Time of forward and backward, in units of forward.
@@ -160,8 +159,7 @@ class _OperatorCosts(TorchDispatchMode):
             entry.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with seen_in_modes():
-            outputs = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         if func.is_view:
             return outputs
         self.calls += 1

@@ -104,10 +104,10 @@ def test_an_interrupt_in_a_capture_frees_the_way() -> None:
     acquired: list[bool] = []
 
     def take() -> None:
-        acquired.append(tracing.acquire(timeout=5))
-        tracing.release()
+        with tracing:
+            acquired.append(True)
 
-    thread = threading.Thread(target=take)
+    thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    thread.join()
+    thread.join(5)
     assert acquired == [True]

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, Thread
 
 import pytest
 import torch
 
+from hfusion.core.exclusive import tracing
 from hfusion.device import native
 from hfusion.device.backend import GraphPool, accelerators, backend, random_states_kept
 from hfusion.device.generators import Generators, draws_kept
@@ -188,27 +189,34 @@ def test_free_memory_and_name_of_an_accelerator(device: torch.device) -> None:
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("others", [False, True])
-def test_a_thread_draws_as_if_there_were_no_other(others: bool) -> None:
-    """Another thread draws and seeds at the same time, and draws the numbers that it would draw alone."""
-    with ThreadPoolExecutor(1) as pool:
-        if others:
-            pool.submit(torch.get_rng_state).result()
-        torch.manual_seed(5)
-        before = torch.get_rng_state()
-        with draws_kept():
-            inside = [torch.rand(2)]
-            aside = pool.submit(torch.rand, 2).result() if others else None
-            inside.append(torch.rand(2))
-            torch.manual_seed(5)
-            inside.append(torch.rand(4))
-        first, other = torch.cat(inside[:2]), inside[2]
-        assert torch.equal(first, other)
-        if aside is None:
-            assert torch.equal(torch.get_rng_state(), before)
-        else:
-            assert torch.equal(aside, other[:2])
-            assert torch.equal(torch.rand(2), other[2:])
+def test_draws_inside_are_undone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with draws_kept():
+        torch.rand(2)
+        torch.manual_seed(6)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_turn_is_taken_from_a_thread_that_hangs() -> None:
+    going_on, hangs = Event(), Event()
+    before = torch.get_rng_state()
+
+    def hang() -> None:
+        with Generators(3).active(CPU):
+            hangs.set()
+            going_on.wait()
+
+    thread = Thread(target=hang)
+    thread.start()
+    hangs.wait()
+    tracing.take_from(thread.ident)
+    torch.set_rng_state(before)
+    torch.manual_seed(7)
+    with Generators(4).active(CPU):
+        going_on.set()
+        thread.join()
+    assert torch.initial_seed() == 7
 
 
 def test_draws_are_those_after_manual_seed() -> None:

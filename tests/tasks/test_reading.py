@@ -1,4 +1,4 @@
-"""Loaders: threads and processes that they start end, and one that waits holds up its own task only."""
+"""Loaders: threads and processes that they start end, and each task draws as if it were alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
-from threading import Event
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
-import hfusion as hf
 from hfusion.tasks.reading import Reader, end_workers, reading
 from tests.trained import Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
 
@@ -135,40 +132,7 @@ def test_at_ctrl_c_workers_are_not_asked() -> None:
         interrupted()
 
 
-# A loader that waits holds up its own task only, and each task draws as if it were alone.
-# Seconds after which a loader gives up; tasks that do not hold up one another need milliseconds.
-PATIENCE = 2.0
-
-
-class Meeting:
-    """Two minibatches; with the second it waits for the other loader to be at its own."""
-
-    def __init__(self, reached: Event, other: Event) -> None:
-        self.reached, self.other, self.met = reached, other, False
-
-    def __len__(self) -> int:
-        return 2
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(2):
-            if index:
-                self.reached.set()
-                self.met = self.other.wait(PATIENCE)
-            yield torch.randn(3, 4), torch.randn(3, 2)
-
-
-def test_a_loader_may_wait_for_another_task() -> None:
-    events = Event(), Event()
-    loaders = [Meeting(*events), Meeting(*reversed(events))]
-    tasks = [
-        hf.Task([nn.Linear(4, 2) for _ in range(2)], F.mse_loss, hf.optim.SGD, loader, name=f"task-{k}")
-        for k, loader in enumerate(loaders)
-    ]
-    # Before a run one minibatch of each is looked at.
-    hf.train(tasks, hf.Machine([hf.Device(f"cpu:{k}", memory="1GiB") for k in range(2)]))
-    assert all(loader.met for loader in loaders)
-
-
+# Each task draws as if it were alone.
 X, Y = (torch.cat(parts) for parts in zip(*batches(torch.float64, 3), strict=True))
 
 
