@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -48,77 +48,36 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class _OwnCall:
-    """One `OPAQUE` node by its parts; ``results``: those that are used, by position."""
+    """One `OPAQUE` node by its parts.
+
+    Attributes:
+        results: those that are used, by position.
+        sources: inputs, own tensors and results, counted through; None for a result that is not used.
+        own: the position of the first of its own tensors that may change among ``targets``, the inputs and those.
+    """
 
     node: fx.Node
-    inputs: Sequence[fx.Node]
-    changing: Sequence[fx.Node]
-    sources: Sequence[fx.Node]
+    results: Mapping[int, fx.Node]
+    sources: Sequence[fx.Node | None]
+    targets: Sequence[fx.Node]
+    own: int
     written: frozenset[int]
     links: frozenset[tuple[int, int]]
-    results: Mapping[int, fx.Node]
 
     @staticmethod
     def of(node: fx.Node) -> _OwnCall:
-        inputs, fixed, changing, _, written, links, *_ = node.args
-        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        pairs = frozenset(zip(links[::2], links[1::2], strict=True))  # type: ignore[index, arg-type]
-        sources = (*inputs, *fixed, *changing)  # type: ignore[misc]
-        return _OwnCall(node, inputs, changing, sources, frozenset(written), pairs, results)  # type: ignore[arg-type]
-
-    def source(self, position: int) -> fx.Node | None:
-        count = len(self.sources)
-        return self.sources[position] if position < count else self.results.get(position - count)
+        inputs, fixed, changing, _, written, links, *_ = cast(Any, node.args)
+        results = {cast(int, user.args[1]): user for user in node.users if user.target is operator.getitem}
+        sources = (*inputs, *fixed, *changing, *map(results.get, range(max(results, default=-1) + 1)))
+        pairs = frozenset(zip(links[::2], links[1::2], strict=True))
+        return _OwnCall(node, results, sources, (*inputs, *changing), len(inputs), frozenset(written), pairs)
 
     def observed_aliases(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Results with the sources whose memory they shared."""
-        for result, position in self.links:
-            result_node, source_node = self.results.get(result), self.source(position)
-            if result_node is not None and source_node is not None:
-                yield result_node, source_node
-
-    def possible(self) -> Iterator[tuple[int, int, fx.Node, fx.Node]]:
-        """Yield every pair of a result and a source, by position and as nodes."""
-        for k, result in self.results.items():
-            yield from ((k, position, result, source) for position, source in enumerate(self.sources))
-            count = len(self.sources)
-            yield from ((k, count + other, result, node) for other, node in self.results.items() if other < k)
-
-
-class _Memory:
-    """The nodes that share memory: views, and what calls were seen to give back of their inputs and own tensors."""
-
-    def __init__(self, graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> None:
-        self.position = {node: k for k, node in enumerate(graph.nodes)}
-        self._above: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            source = _written(node) if _in_place(node) else viewed(node)
-            if source is not None:
-                self._join(node, source)
-        for call in calls:
-            for result, other in call.observed_aliases():
-                self._join(result, other)
-
-    def _join(self, node: fx.Node, other: fx.Node) -> None:
-        if self.group(node) is not self.group(other):
-            self._above[self.group(node)] = self.group(other)
-
-    def group(self, node: fx.Node) -> fx.Node:
-        """Return a node that stands for all that share memory with ``node``."""
-        while node in self._above:
-            node = self._above[node]
-        return node
-
-    def is_read(self, target: fx.Node, call: _OwnCall) -> bool:
-        """Return whether memory of ``target`` from before ``call``, which writes into it, is read by it or after it."""
-        began, inputs = self.position[call.node], list(call.inputs)
-        return any(
-            node.op == "placeholder"
-            or inputs.count(node) > (node is target)
-            or any(self.position[user] > began for user in node.users)
-            for node in self.position
-            if self.position[node] < began and self.group(node) is self.group(target)
-        )
+        """Yield results with the sources whose memory they shared."""
+        for k, position in self.links:
+            source = self.sources[position] if position < len(self.sources) else None
+            if k in self.results and source is not None:
+                yield self.results[k], source
 
 
 def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict[fx.Node, Watched]:
@@ -134,78 +93,82 @@ def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict
     calls = [_OwnCall.of(node) for node in graph.nodes if node.target is OPAQUE]
     if not calls:
         return {}
-    memory = _Memory(graph, calls, viewed)
-    surely, maybe = _writes(graph, calls, statistics)
-    given = {memory.group(result) for call in calls for result in call.results.values()}
+    when = {node: k for k, node in enumerate(graph.nodes)}
+    memory = _memory(graph, calls, viewed)
+    # What writes, and into what: for certain, or by calls that were not seen to write into their own tensors.
+    surely = [(node, target) for node in graph.nodes for target in _written(node, statistics)]
+    surely += [(call.node, call.targets[k]) for call in calls for k in call.written]
+    maybe = [(call.node, x) for call in calls for k, x in enumerate(call.targets) if k >= call.own]
+    given = {memory[result] for call in calls for result in call.results.values()}
     watched: dict[fx.Node, Watched] = {}
     for call in calls:
-        _check_written(call, memory)
-        after = [
-            {memory.group(target) for node, target in writes if memory.position[node] > memory.position[call.node]}
-            for writes in (surely, maybe)
-        ]
-        if any(memory.group(result) in after[0] for result, _ in call.observed_aliases()):
+        _check_written(call, memory, when)
+        certain, possible = ({memory[x] for node, x in w if when[node] > when[call.node]} for w in (surely, maybe))
+        if any(memory[result] in certain for result, _ in call.observed_aliases()):
             raise FusionError(
                 f"{_where(call.node)}: a call that runs in a loop over members gives back memory that is changed in "
                 "place later (its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
             )
-        later, count = after[0] | after[1], len(call.inputs)
+        later, count = certain | possible, len(call.sources) - max(call.results, default=-1) - 1
         apart = [
             number
-            for k, position, result, source in call.possible()
-            if (k, position) not in call.links and not later.isdisjoint((memory.group(result), memory.group(source)))
+            for k, result in call.results.items()
+            for position, source in enumerate(call.sources[: count + k])
+            if source is not None and (k, position) not in call.links
+            if not later.isdisjoint((memory[result], memory[source]))
             for number in (k, position)
         ]
-        alive = [*range(count), *(count + k for k, node in enumerate(call.changing) if memory.group(node) in given)]
-        watched[call.node] = Watched(apart, [position for position in alive if position not in call.written])
+        alive = [k for k, x in enumerate(call.targets) if k < call.own or memory[x] in given]
+        watched[call.node] = Watched(apart, [k for k in alive if k not in call.written])
     return watched
 
 
-def _in_place(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target is not OPAQUE and node.target._schema.is_mutable
+def _memory(graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> dict[fx.Node, fx.Node]:
+    """Return for each node one that stands for all that share memory with it.
 
-
-def _written(node: fx.Node) -> fx.Node | None:
-    target = node.args[0] if node.args else None
-    return target if isinstance(target, fx.Node) else None
-
-
-_Writes = list[tuple[fx.Node, fx.Node]]
-
-
-def _writes(graph: fx.Graph, calls: Sequence[_OwnCall], statistics: frozenset[Any]) -> tuple[_Writes, _Writes]:
-    """Return the writes that are certain or were seen, and those that calls might make to their own tensors.
-
-    Each is the node that writes, and the one that it writes into.
+    These are views, and what calls were seen to give back of their inputs and own tensors.
     """
-    surely, maybe = _Writes(), _Writes()
-    for node in graph.nodes:
-        if _in_place(node) and (target := _written(node)) is not None:
-            surely.append((node, target))
-        if node.target in statistics:
-            surely += [(node, statistic) for statistic in node.args[3:5] if isinstance(statistic, fx.Node)]
-    for call in calls:
-        for position, target in enumerate((*call.inputs, *call.changing)):
-            if position in call.written:
-                surely.append((call.node, target))
-            elif position >= len(call.inputs):
-                maybe.append((call.node, target))
-    return surely, maybe
+    above: dict[fx.Node, fx.Node] = {}
+
+    def top(node: fx.Node) -> fx.Node:
+        while node in above:
+            node = above[node]
+        return node
+
+    pairs = [(node, next(_written(node), None) or viewed(node)) for node in graph.nodes]
+    for node, other in [*pairs, *(pair for call in calls for pair in call.observed_aliases())]:
+        if other is not None and top(node) is not top(other):
+            above[top(node)] = top(other)
+    return {node: top(node) for node in graph.nodes}
 
 
-def _check_written(call: _OwnCall, memory: _Memory) -> None:
+def _written(node: fx.Node, statistics: frozenset[Any] = frozenset()) -> Iterator[fx.Node]:
+    """Yield the nodes that an operator of torch writes into."""
+    written = node.args[3:5] if node.target in statistics else ()
+    if isinstance(node.target, OpOverload) and node.target is not OPAQUE and node.target._schema.is_mutable:
+        written = (*written, *node.args[:1])
+    yield from (x for x in written if isinstance(x, fx.Node))
+
+
+def _check_written(call: _OwnCall, memory: Mapping[fx.Node, fx.Node], when: Mapping[fx.Node, int]) -> None:
     """Raise if an input that a call writes into is used afterwards: the new value does not leave the call."""
+    inputs, began = list(call.targets[: call.own]), when[call.node]
     for position in call.written:
-        own = position - len(call.inputs)
-        if own < 0 and memory.is_read(call.inputs[position], call):
-            raise FusionError(
-                f"{_where(call.node)}: a call that runs in a loop over members writes into its input, which is "
-                "used afterwards; let it write into a copy"
-            )
-        if own >= 0 and memory.group(call.changing[own]) in map(memory.group, call.inputs):
+        target = call.targets[position]
+        if position >= call.own and memory[target] in {memory[x] for x in inputs}:
             raise FusionError(
                 f"{_where(call.node)}: a call that runs in a loop over members is given a tensor of its own and "
                 "writes into it; give it a copy"
+            )
+        # Memory from before the call that it reads, too, or that is read after it.
+        if position < call.own and any(
+            x.op == "placeholder" or inputs.count(x) > (x is target) or any(when[user] > began for user in x.users)
+            for x in when
+            if when[x] < began and memory[x] == memory[target]
+        ):
+            raise FusionError(
+                f"{_where(call.node)}: a call that runs in a loop over members writes into its input, which is "
+                "used afterwards; let it write into a copy"
             )
 
 

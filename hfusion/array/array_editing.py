@@ -29,7 +29,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
-from hfusion.passes.fill import Changes, Unexplained, varying
+from hfusion.passes.align import Changes, Unexplained, differ_in
 from hfusion.torch_private.dynamo_state import uncompiled
 
 if TYPE_CHECKING:
@@ -500,7 +500,7 @@ def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Co
 
 def _proven(program: Compiled, changes: Mapping[int, Changes]) -> bool:
     """Return whether members differed before wherever they differ now, so that these values are checked."""
-    return all(varying(program.graph, member_changes) for member_changes in changes.values())
+    return all(differ_in(program.graph, member_changes) for member_changes in changes.values())
 
 
 def _operator_lowerings(compiled: Compiled) -> list[Any]:

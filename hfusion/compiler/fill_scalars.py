@@ -25,8 +25,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot
-from hfusion.passes.align import align, scalars
-from hfusion.passes.fill import Changes, Unexplained, fill
+from hfusion.passes.align import Changes, Unexplained, align, fill, scalars
 
 # Largest number of captures of members that differ in numbers only: the first, and those that verify the places.
 MAX_CAPTURES = 3

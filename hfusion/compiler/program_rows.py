@@ -17,9 +17,8 @@ from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
 from hfusion.ops.rule import MemberScalars
-from hfusion.passes.align import select_rows
+from hfusion.passes.align import Changes, fill_rows
 from hfusion.passes.batch import batch
-from hfusion.passes.fill import Changes, fill_rows
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.layouts import Choice
 from hfusion.passes.regions import regions
@@ -44,10 +43,7 @@ def of_rows(
         Unexplained: changes that cannot be located in the graph.
     """
     program, members = compiled.program, len(rows)
-    if changes:
-        graph, tensors = fill_rows(compiled.graph, rows, changes)
-    else:
-        graph, tensors = select_rows(compiled.graph, rows), {}
+    graph, tensors = fill_rows(compiled.graph, rows, changes or {})
     if compiled.opaque and subject is None:
         raise ValueError("members that run their own code are needed as modules")
     opaque = _with_own_bodies(graph, subject) if compiled.opaque and subject is not None else ()

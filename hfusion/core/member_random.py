@@ -52,11 +52,6 @@ def draw(sample: Callable[[], Tensor]) -> Tensor:
     return drawn
 
 
-def is_recording() -> bool:
-    """Return whether this thread's draws are recorded."""
-    return _active.draws is not None
-
-
 def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
     """Return one member's rows of recorded draws."""
     return [drawn[member] for drawn in draws]

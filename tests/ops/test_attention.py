@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hfusion.core.layout import Layout
-from hfusion.core.member_random import recording, seeded
+from hfusion.core.member_random import recording
 from hfusion.ops import attention
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
@@ -46,15 +46,6 @@ def dropped(p: float, mask: Any, causal: bool, gqa: bool) -> Case:
     return Case(SDPA, (query, K, V, mask, p, causal), {"enable_gqa": gqa})
 
 
-@pytest.fixture(params=["written out", "by blocks"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "by blocks":
-        # Two queries of three members, two samples, two heads and five keys.
-        monkeypatch.setattr(attention, "BLOCK_BYTES", 2 * 3 * 2 * 2 * 5 * 8)
-        monkeypatch.setattr(attention, "KEPT_BYTES", 0)
-    return str(request.param)
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,7 +57,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     ],
     ids=str,
 )
-def test_each_member_drops_its_own_weights(case: Case, form: str) -> None:
+def test_each_member_drops_its_own_weights(case: Case) -> None:
     """torch's own written-out attention takes the mask; it keeps by it and rescales."""
     members = 3
     rows = [
@@ -75,7 +66,7 @@ def test_each_member_drops_its_own_weights(case: Case, form: str) -> None:
     ]
     module = batch(member_graph(case, [row[0] for row in rows]), [Layout.STACKED] * len(rows), members)
     lowerings = [node.meta["lowering"].text for node in module.graph.nodes if node.op == "call_function"]
-    assert any(form in text for text in lowerings)
+    assert any("written out" in text for text in lowerings)
     with recording() as draws:
         (output,) = module(*(torch.stack(row) for row in rows))
     p, causal = case.args[4], case.args[5]
@@ -102,78 +93,6 @@ def test_a_query_that_may_attend_to_nothing_gets_zero() -> None:
         torch.matmul(attention.attention_weights(q, k, mask, False, None), v),
         F.scaled_dot_product_attention(q, k, v, mask),
     )
-
-
-def outcome(form: Any, inputs: list[torch.Tensor], p: Any, causal: bool, gqa: bool) -> list[torch.Tensor]:
-    """The result with gradients of first and second order, all by the same seeds."""
-    trained = [x for x in inputs if x.requires_grad]
-    mask = inputs[3] if len(inputs) > 3 else None
-    with seeded(torch.tensor([5, 6, 7])):
-        y = form(p, 3, *inputs[:3], mask, causal, 0.7, gqa)
-    weights = torch.linspace(0.1, 1, y.numel(), dtype=torch.float64).view(y.shape)
-    first = torch.autograd.grad((y * weights).sum(), trained, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), trained)
-    plain = form_gradients(form, inputs, p, causal, gqa, weights)
-    return [y, *first, *second, *plain]
-
-
-def form_gradients(form: Any, inputs: list[Any], p: Any, causal: bool, gqa: bool, weights: Any) -> Any:
-    with seeded(torch.tensor([5, 6, 7])):
-        y = form(p, 3, *inputs[:3], inputs[3] if len(inputs) > 3 else None, causal, 0.7, gqa)
-    return torch.autograd.grad((y * weights).sum(), [x for x in inputs if x.requires_grad])
-
-
-@pytest.mark.parametrize("p", [0.4, (0.2, 0.5, 0.9)], ids=["one p", "own p"])
-@pytest.mark.parametrize(
-    ("mask", "causal", "gqa"),
-    [
-        (None, False, False),
-        (None, True, False),
-        (t(3, 2, 1, 3, 5, kind="bool"), False, False),
-        (t(3, 1, 2, 3, 5), False, False),
-        (t(3, 1, 1, 1, 5), False, True),
-        (t(5), False, False),
-    ],
-    ids=str,
-)
-def test_blocks_of_queries_give_what_all_give_together(
-    mask: Any, causal: bool, gqa: bool, p: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    draws = [t(3, 2, 4 if gqa else 2, 3, 4), t(3, 2, 2, 5, 4), t(3, 2, 2, 5, 6), *([] if mask is None else [mask])]
-    inputs = [draw.sample(generator) for draw in draws]
-    inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
-    expected = outcome(attention.attend_with_dropout, inputs, p, causal, gqa)
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
-    actual = outcome(attention.attend_by_blocks, inputs, p, causal, gqa)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def test_blocks_draw_the_same_in_backward_by_torchs_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
-    q, k, v = (torch.randn(3, 2, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    with recording() as draws:
-        y = attention.attend_by_blocks(0.5, 3, q, k, v, None, True, None, False)
-    weights = torch.randn_like(y)
-    grads = torch.autograd.grad((y * weights).sum(), (q, k, v))
-    (noise,) = draws
-    assert 0.3 < float(noise.mean()) < 0.7
-    # Each query, which is a block here, has numbers of its own.
-    assert len(noise.flatten(0, 2).movedim(1, 0).flatten(1).unique(dim=0)) == 7
-    expected = torch.matmul(attention.attention_weights(q, k, None, True, None) * noise * 2, v)
-    torch.testing.assert_close(y, expected)
-    for a, b in zip(grads, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_backward_of_blocks_keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 1 << 12)
-    q = torch.randn(2, 1, 1, 64, 8, requires_grad=True)
-    saved_sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_sizes.append(x.numel()) or x, lambda x: x):
-        attention.attend_by_blocks(0.5, 2, q, q * 2, q * 3, None, False, None, False)
-    assert max(saved_sizes) == q.numel()
 
 
 @pytest.mark.parametrize("p", [0.5, (0.5, 0.5, 0.2), (1.0, 0.3, 0.0)], ids=str)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hfusion.ops.index import own_rows, rows_of_all
 from tests.oracle import Case, check, t
 
 aten = torch.ops.aten
@@ -44,8 +45,8 @@ def test_embedding(case: Case) -> None:
 @pytest.mark.parametrize(
     "lookup",
     [
-        lambda index, weight: index.rows_of_all(index, weight, -1),
-        lambda index, weight: index.own_rows(index.expand(3, 2), weight, -1, False),
+        lambda index, weight: rows_of_all(index, weight, -1),
+        lambda index, weight: own_rows(index.expand(3, 2), weight, -1, False),
     ],
     ids=["shared", "own"],
 )
