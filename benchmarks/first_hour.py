@@ -2,7 +2,8 @@
 
 A process imports torch and what the job needs, makes its data, trains, and ends. The loop trains one model after
 another by torch's fused Adam. hfusion is called as the documentation tells a new user, *cold* with empty cache
-folders, and then *warm*, with those that the cold run has left. Both ways must give the same numbers.
+folders, and then *warm*, with those that the cold run has left. Both ways must give the same numbers. hfusion is
+compiled to bytecode first, as pip does.
 
     python benchmarks/first_hour.py  # all jobs, three rounds: a quarter of an hour on two cores
     python benchmarks/first_hour.py --jobs seeds,folds --rounds 1 --json rows.json
@@ -12,6 +13,7 @@ folders, and then *warm*, with those that the cold run has left. Both ways must 
 from __future__ import annotations
 
 import argparse
+import compileall
 import copy
 import json
 import os
@@ -495,6 +497,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         print(json.dumps(JOBS[options.run[0]][int(options.run[1])]()))
         return
+    for folder in ("", "ops", "passes"):  # compileall follows no links in a folder.
+        compileall.compile_dir(os.path.join(*hf.__path__, folder), quiet=1)
     print("| job | loop | cold | warm | loop / cold | loop / warm |\n|---|---|---|---|---|---|")
     rows = [compare(job, options.rounds) for job in options.jobs.split(",")]
     if options.json:

@@ -159,8 +159,6 @@ class FusedModule(Rows, Tree):
             return self.forward(*args, **kwargs)
         if compiled.modes:
             self._leave(compiled)
-        if compiled.opaque:
-            self._situations.ran([call.module_path for call in compiled.opaque])
         note_call(self)
         return output
 

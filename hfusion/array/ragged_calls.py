@@ -287,8 +287,6 @@ def _run_rows(fused: FusedModule, rows: list[int], arguments: Arguments) -> Any:
     with torch.no_grad():
         for name in compiled.written - shared:
             stacks[name].detach()[rows] = held[name].detach()
-    if compiled.opaque:
-        array._situations.ran([call.module_path for call in compiled.opaque])
     return outputs
 
 

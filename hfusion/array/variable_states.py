@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from hfusion.capture.method_interception import WHOLE, Island
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
-from hfusion.capture.variable_guards import Questions, Variables, within
+from hfusion.capture.variable_guards import Questions, Variables
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -30,8 +30,8 @@ class Situations:
     """Numbers the states of the variables of files, classes, objects and closures that forward's code names.
 
     The states include the other properties that the code may read: settings of torch, whether parameters need a
-    gradient, strides of inputs. ``looped``: submodules that run member by member from now on, as they name variables
-    that change too often, each with the reason; their variables are then read when they run.
+    gradient, strides of inputs. ``looped``: what runs member by member from now on, as it names variables that change
+    too often, with the reason; the variables are then read when it runs.
     """
 
     def __init__(self) -> None:
@@ -79,25 +79,6 @@ class Situations:
         names = frozenset() if self._variables is None else self._variables.questions.names
         return bool(attributes) and not names.isdisjoint((*attributes, *_BY_ANY_NAME))
 
-    def ran(self, places: Sequence[str]) -> None:
-        """After members' own code at ``places`` has run, let only own code read the variables that it has changed."""
-        before = self._variables
-        if before is None or before.is_unchanged():
-            return
-        with tracing:
-            current = Variables(self._models, self._left_out)
-            changed = {name for name, value in current.values.items() if before.values.get(name) != value}
-            for name in sorted(changed):
-                if not within(current.readers, name, places):
-                    self._loop(current, name, f"it names {name}, which forward changes")
-            self._left_out |= changed
-            # If only left-out variables have changed, the programs remain valid.
-            values = {name: value for name, value in current.values.items() if name not in changed}
-            self._variables = Variables(self._models, self._left_out)
-            if not changed or all(within(current.readers, name, places) for name in changed):
-                self._numbers[self._key(values)] = self.number
-            self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
-
     def _look(self, models: Sequence[nn.Module]) -> Variables:
         """Read the variables that the code of ``models`` names now; `look` computes their number afterwards."""
         variables = Variables(models, self._left_out)
@@ -106,7 +87,8 @@ class Situations:
         unstable = {name for name in variables.values if len(self._observed_values[name]) > MAX_VALUES}
         if unstable:
             for name in sorted(unstable):
-                self._loop(variables, name, f"it names {name}, which has had more than {MAX_VALUES} values")
+                why = f"it names {name}, which has had more than {MAX_VALUES} values"
+                self.looped.setdefault(WHOLE, f"{why}; make that an argument of forward or a buffer")
                 del self._observed_values[name]
             self._left_out |= unstable
             variables = Variables(models, self._left_out)
@@ -115,13 +97,8 @@ class Situations:
         self._models, self._variables, self._around = models, variables, None
         return variables
 
-    def _loop(self, variables: Variables, name: str, why: str) -> None:
-        remedy = "make that an argument of forward or a buffer"
-        for path in variables.readers[name]:
-            self.looped.setdefault(Island(path) if path else WHOLE, f"{why}; {remedy}")
-
     def _key(self, values: dict[str, Any]) -> Any:
-        # Eager fallbacks read variables themselves, so only their number is part of the key.
+        # What loops reads variables itself.
         return self._around, len(self.looped), tuple(values.items())
 
 

@@ -95,7 +95,7 @@ def variables(search: CodeSearch) -> dict[str, Any]:
     """
     values = dict(compared_variables(search.holders))
     for holder in search.holders:
-        for name in (_table(holder).keys() & search.assigned) - holder.names.keys():
+        for name in (_table(holder).keys() & search.assigned) - holder.names:
             values[f"{holder.title}{name}"] = comparable(holder.read(name))
     return values
 

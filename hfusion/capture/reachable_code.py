@@ -10,9 +10,8 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -65,23 +64,6 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 _OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
 
 
-@dataclass(frozen=True)
-class _Scope:
-    """The names by which code may use the objects that it reaches.
-
-    Attributes:
-        called: names of methods.
-        read: names of attributes, including names in code that the objects are passed to.
-    """
-
-    called: frozenset[str]
-    read: frozenset[str]
-
-    def with_code(self, functions: Iterable[types.FunctionType]) -> _Scope:
-        more = frozenset().union(*map(_attributes_named, functions))
-        return self if more <= self.called else _Scope(self.called | more, self.read | more)
-
-
 _shared = threading.local()
 
 
@@ -123,7 +105,8 @@ def holders_of(module: nn.Module) -> list[Holder]:
 class CodeSearch:
     """Follows the code of modules from their forward on: methods, functions of files, and the names in these.
 
-    It follows the functions that the user's files and the files of the modules' classes call. What functions of other
+    A name that is used anywhere counts for all objects within reach: any code may be given any of them. The search
+    follows the functions that the user's files and the files of the modules' classes call. What functions of other
     installed packages call is followed only in small packages, see `_MAX_FUNCTIONS`.
 
     Attributes:
@@ -135,36 +118,26 @@ class CodeSearch:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._parts: dict[type, set[str]] = {}
-        self._registered = {id(part) for model in models for part in model.modules()}
-        self._instance_functions: dict[type, list[types.FunctionType]] = {}
-        for model in models:
-            for path, part in model.named_modules():
-                self._parts.setdefault(type(part), set()).add(path)
-                self._instance_functions.setdefault(type(part), []).extend(_instance_functions(part))
-        self._files = {kind.__module__ for kind in self._parts}
+        parts = [part for model in models for part in model.modules()]
+        self._kinds = list(dict.fromkeys(map(type, parts)))
+        self._registered = set(map(id, parts))
+        # Each member may hold such a function of its own; members that join must not add names.
+        self._of_members = {id(function): function for part in parts for function in _instance_functions(part)}
+        self._files = {kind.__module__ for kind in self._kinds}
+        methods = [pair for kind in self._kinds for pair in _methods(kind)]
+        self._methods = list({id(function): (name, function) for name, function in methods}.values())
         self.outer_modules, self.complete = False, True
-        self._of_members = {id(function) for functions in self._instance_functions.values() for function in functions}
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.assigned: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
-        self._methods = {kind: list(_methods(kind)) for kind in self._parts}
-        self._methods_by_name: dict[str, list[types.FunctionType]] = {}
-        for name, method in dict.fromkeys(pair for methods in self._methods.values() for pair in methods):
-            self._methods_by_name.setdefault(name, []).append(method)
-        # By id of a function: the functions that it may call, and the variables that it names.
-        self._reached: dict[int, tuple[list[types.FunctionType], list[tuple[Holder, str]]]] = {}
         self._titles = Counter[str]()
-        self._noted: list[tuple[Holder, str]] = []
         # By id of an object: the number of nested levels that were searched.
         self._looked_at: dict[int, int] = {}
-        # Any module may call a method, so a name used anywhere counts for all of them.
         before = -1
         while before != len(self._named):
-            before = len(self._named)
-            for kind, paths in self._parts.items():
-                self._follow(kind, paths)
+            before, self._looked_at = len(self._named), {}
+            self._follow()
 
     @cached_property
     def all_names(self) -> frozenset[str]:
@@ -175,73 +148,60 @@ class CodeSearch:
     def holders(self) -> list[Holder]:
         return list(self._holders.values())
 
-    def _follow(self, kind: type, paths: set[str]) -> None:
-        self._noted, self._looked_at = [], {}
-        operators = frozenset() if is_installed_package(kind.__module__) else OPERATORS
-        methods = [method for name, method in self._methods[kind] if name in self._named or name in operators]
-        waiting = [*self._instance_functions[kind], *methods]
-        scope = _Scope(frozenset(), frozenset()).with_code(methods)
-        waiting += self._class(kind, frozenset(self._named), scope)
-        noted, visited = self._noted, set[int]()
+    def _follow(self) -> None:
+        """Follow all code by the names that are known so far."""
+        waiting = [*self._of_members.values()]
+        waiting += [method for name, method in self._methods if name in self._named or _is_operator(name, method)]
+        for kind in self._kinds:
+            waiting += self._class(kind)
+        visited = set[int]()
         distant: list[types.FunctionType] = []  # What functions of other packages call, the nearest first.
         while waiting or distant:
             is_distant = not waiting
             function = distant.pop(0) if is_distant else waiting.pop()
             if id(function) in visited or not is_user_code(function.__module__):
                 continue
-            if id(function) not in self._reached:
-                if is_distant and len(self._reached) >= _MAX_FUNCTIONS:
-                    self.complete = False
-                    continue
-                self._noted, self._looked_at = [], {}
-                self._reached[id(function)] = (list(self._look(function)), self._noted)
+            if is_distant and len(visited) >= _MAX_FUNCTIONS:
+                self.complete = False
+                continue
             visited.add(id(function))
-            functions, named = self._reached[id(function)]
             is_own = function.__module__ in self._files or not is_installed_package(function.__module__)
-            (waiting if is_own else distant).extend(functions)
-            noted += named
-        for holder, name in noted:
-            holder.names.setdefault(name, set()).update(paths)
+            (waiting if is_own else distant).extend(self._look(function))
 
     def _look(self, function: types.FunctionType) -> Iterator[types.FunctionType]:
         """Note the variables that a function names; yield the functions that it may call."""
-        names, variables, space = _attributes_named(function), _variables_named(function), function.__globals__
-        self._named |= names
+        variables, space = _variables_named(function), function.__globals__
+        self._named |= attribute_names(function.__code__)
         self.assigned |= assigned_names(function.__code__)
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
-        # Objects are passed to the functions that it calls.
-        called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
-        called += [method for name in names & self._methods_by_name.keys() for method in self._methods_by_name[name]]
-        scope = _Scope(names, names.union(*map(_attributes_named, called)))
-        # Each member may hold such a function of its own; members that join must not add names.
-        of_a_member = id(function) in self._of_members
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if name != "__class__":
-                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=not of_a_member)
-                yield from self._inside(name, held.read(name), scope)
+                numbered = id(function) not in self._of_members
+                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=numbered)
+                yield from self._inside(name, held.read(name))
         for name, value in default_arguments(function).items():
             if not isinstance(value, SCALARS):
                 self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
-                yield from self._inside(name, value, scope)
+                yield from self._inside(name, value)
         for name in sorted(set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys()):
             self._note(GlobalVariables(f"{function.__module__}.", space), name)
-        yield from self._named_in(function.__module__, space, variables, scope, set())
+        yield from self._named_in(function.__module__, space, variables, set())
         for module in imported_modules(function.__code__):
-            yield from self._named_in(module.__name__, vars(module), names, scope, set())
+            yield from self._named_in(module.__name__, vars(module), self._named, set())
 
-    def _class(self, kind: type, names: frozenset[str], scope: _Scope) -> Iterator[types.FunctionType]:
-        """Note variables of a class and its bases among ``names``; yield the functions that code may call in them."""
+    def _class(self, kind: type) -> Iterator[types.FunctionType]:
+        """Note variables of a class and its bases that code names; yield the functions that code may call in them."""
         variables = _class_variables(kind)
         for base in kind.__mro__:
             if is_user_code(base.__module__):
                 # A variable of a base may be assigned to a class of the user's, too.
                 held = vars(base).keys() if is_installed_package(base.__module__) else variables.union(vars(base))
-                for name in sorted(name for name in names.intersection(held) if not name.startswith("__")):
+                for name in sorted(name for name in self._named.intersection(held) if not name.startswith("__")):
                     holder = self._note(Attributes(f"{base.__qualname__}.", base), name)
-                    yield from self._inside(f"{base.__qualname__}.{name}", holder.read(name), scope)
+                    yield from self._inside(f"{base.__qualname__}.{name}", holder.read(name))
 
     def _named_in(
-        self, title: str, space: dict[str, Any], variables: Set[str], scope: _Scope, visited: set[int]
+        self, title: str, space: dict[str, Any], variables: Set[str], visited: set[int]
     ) -> Iterator[types.FunctionType]:
         """Note the ``variables`` of a file, and those of modules among them; yield the functions among them."""
         visited.add(id(space))
@@ -249,94 +209,97 @@ class CodeSearch:
             value = space[name]
             if isinstance(value, types.ModuleType):
                 if is_user_code(value.__name__) and id(vars(value)) not in visited:
-                    yield from self._named_in(value.__name__, vars(value), scope.called, scope, visited)
+                    yield from self._named_in(value.__name__, vars(value), self._named, visited)
                 continue
             self._note(GlobalVariables(f"{title}.", space), name)
-            yield from self._inside(name, value, scope)
+            yield from self._inside(name, value)
 
-    def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
+    def _inside(self, title: str, value: Any, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
         """Note the attributes inside a value that code reads; yield the functions that it may call."""
         if isinstance(value, nn.Module):
             self.outer_modules = True
-            yield from () if is_array(value) else self._module(title, value, scope)
+            yield from () if is_array(value) else self._module(title, value)
             return
         if isinstance(value, (*SCALARS, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
-            return
-        if isinstance(value, Tensor):
-            self._looked_at[id(value)] = depth
-            holder = Attributes(f"{title}.", value)
-            for name in sorted(scope.read & marks(value).keys()):
-                self._note(holder, name)
-                yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
             return
         if package_of(type(value)) in _OF_THREADS and not isinstance(value, threading.local):
             return
         self._looked_at[id(value)] = depth
-        if isinstance(value, type):
+        if isinstance(value, Tensor):
+            yield from self._attributes(title, value, marks(value).keys(), depth)
+        elif isinstance(value, type):
             if is_user_code(value.__module__):
-                methods = _called(value, scope.called)
-                yield from methods
-                inner = scope.with_code(methods)
-                yield from self._class(value, inner.called, inner)
+                yield from self._called(value)
+                yield from self._class(value)
         elif isinstance(value, contextvars.ContextVar):
             self._note(ContextVariable("contextvars.", value), value.name)
         elif isinstance(value, functools.partial):
-            inner = scope.with_code(functions_behind(value.func))
             for part in (value.func, value.args, value.keywords):
-                yield from self._inside(title, part, inner, depth)
+                yield from self._inside(title, part, depth)
         elif isinstance(value, weakref.ref):
-            yield from self._inside(title, value(), scope, depth)
+            yield from self._inside(title, value(), depth)
         elif isinstance(value, staticmethod | classmethod | types.MethodType):
-            functions = list(functions_behind(value))
-            yield from functions
-            yield from self._inside(title, getattr(value, "__self__", None), scope.with_code(functions), depth)
+            yield from functions_behind(value)
+            yield from self._inside(title, getattr(value, "__self__", None), depth)
         else:
             if size(value) <= _MAX_OBJECTS:
                 for index, (_, name, item) in enumerate(items(value)):
                     key = index if name is None else safe_repr(name)
-                    yield from self._inside(f"{title}[{key}]", item, scope, depth - 1)
-            yield from self._object(title, value, scope, depth)
+                    yield from self._inside(f"{title}[{key}]", item, depth - 1)
+            yield from self._object(title, value, depth)
 
-    def _object(self, title: str, value: Any, scope: _Scope, depth: int) -> Iterator[types.FunctionType]:
+    def _object(self, title: str, value: Any, depth: int) -> Iterator[types.FunctionType]:
         """Do the same as `_inside` for a value that may have attributes: an object, or a function."""
         if callable(value):
             yield from functions_behind(value)
+        has_dict = read_attribute(value, "__dict__", None) is not None
         if isinstance(value, types.FunctionType):
             present = frozenset(vars(value))
         else:
-            methods = _called(type(value), scope.called)
-            yield from (method for method in methods if is_user_code(method.__module__))
-            scope = scope.with_code(methods)
-            variables = _class_variables(type(value))
-            present = _attributes(value).union(variables if read_attribute(value, "__dict__", None) is not None else ())
+            for method in self._called(type(value)):
+                # What methods of torch and Python read of their object is within it.
+                self._named |= attribute_names(method.__code__)
+                yield method
+            present = _attributes(value).union(_class_variables(type(value)) if has_dict else ())
             if not is_installed_package(type(value).__module__):
-                yield from self._class(type(value), scope.read & variables, scope)
-        holder = Attributes(f"{title}.", value)
-        if read_attribute(value, "__dict__", None) is not None:
-            self._register_holder(holder)
-        for name in sorted(name for name in scope.read & present if not name.startswith("__")):
-            self._note(holder, name)
-            yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
+                yield from self._class(type(value))
+        if has_dict:
+            self._register_holder(Attributes(f"{title}.", value))
+        yield from self._attributes(title, value, present, depth)
 
-    def _module(self, title: str, module: nn.Module, scope: _Scope) -> Iterator[types.FunctionType]:
+    def _attributes(self, title: str, value: Any, present: Set[str], depth: int) -> Iterator[types.FunctionType]:
+        """Note those attributes of a value, of the names ``present``, that code reads, and what is inside of them."""
+        holder = Attributes(f"{title}.", value)
+        for name in sorted(name for name in self._named & present if not name.startswith("__")):
+            self._note(holder, name)
+            yield from self._inside(f"{title}.{name}", holder.read(name), depth - 1)
+
+    def _module(self, title: str, module: nn.Module) -> Iterator[types.FunctionType]:
         """Note the state of a module outside of the models; yield the functions that its forward may call."""
         for path, part in module.named_modules():
             if id(part) in self._registered or id(part) in self._looked_at:
                 continue
             self._looked_at[id(part)] = MAX_DEPTH
-            methods = _called(type(part), scope.called | {"forward"})
-            yield from (method for method in methods if is_user_code(method.__module__))
-            inner = scope.with_code(methods)
-            holder = Attributes(f"{title}.{path}.".replace("..", "."), part)
+            yield from self._called(type(part))
+            title_of_part = f"{title}.{path}".strip(".")
             for name in (*_MODULE_STATE, *(table for table in _MODULE_TABLES if vars(part)[table])):
-                self._note(holder, name)
-            for name in sorted(inner.read & _attributes(part) - _OF_MODULES):
-                self._note(holder, name)
-                yield from self._inside(f"{holder.title}{name}", holder.read(name), inner)
+                self._note(Attributes(f"{title_of_part}.", part), name)
+            yield from self._attributes(title_of_part, part, _attributes(part) - _OF_MODULES, MAX_DEPTH + 1)
+
+    def _called(self, kind: type) -> list[types.FunctionType]:
+        """Return the methods of a class that code may call."""
+        return [
+            function
+            for base in kind.__mro__
+            if base is not object
+            for name, value in list(vars(base).items())
+            for function in functions_behind(value)
+            if name in self._named or name in _MADE or _is_operator(name, function)
+        ]
 
     def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
         registered = self._register_holder(holder, numbered)
-        self._noted.append((registered, name))
+        registered.names.add(name)
         return registered
 
     def _register_holder(self, holder: Holder, numbered: bool = True) -> Holder:
@@ -382,28 +345,15 @@ def _class_variables(kind: type) -> frozenset[str]:
     )
 
 
+def _is_operator(name: str, method: types.FunctionType) -> bool:
+    """Return whether code may call a method without naming it. Those of packages are taken to read nothing else."""
+    return name in OPERATORS and not is_installed_package(method.__module__)
+
+
 _MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__getitem__"})
-
-
-def _called(kind: type, names: Set[str]) -> list[types.FunctionType]:
-    """Return the methods of a class that code with these ``names`` may call."""
-    return [
-        function
-        for base in kind.__mro__
-        if base is not object
-        for name, value in list(vars(base).items())
-        if name in names or name in _MADE or (name in OPERATORS and not is_installed_package(base.__module__))
-        for function in functions_behind(value)
-    ]
-
 
 # Names by which code may read global variables whose names are strings.
 _BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals__", "modules"})
-
-
-def _attributes_named(function: types.FunctionType) -> frozenset[str]:
-    """Return the attributes that the code of ``function`` names or may read by getattr."""
-    return attribute_names(function.__code__)
 
 
 def _variables_named(function: types.FunctionType) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -77,7 +77,6 @@ class Variables:
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
         self._groups: list[tuple[Read, Any, tuple[Any, ...]]] = []
         self.values: dict[str, Any] = {}
-        self.readers: dict[str, frozenset[str]] = {}
         search = search_of(models)
         self.holders, self.is_complete = search.holders, search.complete
         for holder in self.holders:
@@ -108,9 +107,7 @@ class Variables:
         if isinstance(holder, Attributes) and not isinstance(holder.held, _RARELY_GIVEN):
             self._groups.append((_keys, holder.held, _keys(holder.held)))
         for name, value in zip(names, values, strict=True):
-            title = f"{holder.title}{name}"
-            self.values[title] = content(value)
-            self.readers[title] = frozenset(holder.names[name])
+            self.values[f"{holder.title}{name}"] = content(value)
             self._groups += _items(value)
 
 
@@ -161,8 +158,3 @@ def content(value: Any) -> Any:
 def _array_or_identity(value: Any) -> Any:
     held = array_bytes(value)
     return IdentityRef(value) if held is None else (type(value), held)
-
-
-def within(readers: Mapping[str, frozenset[str]], name: str, places: Sequence[str]) -> bool:
-    """Return whether a variable is read only by modules at or below ``places``."""
-    return all(any(not at or path == at or path.startswith(f"{at}.") for at in places) for path in readers[name])

@@ -15,11 +15,11 @@ MISSING = object()
 
 @dataclass
 class Holder(ABC):
-    """An object that holds variables. ``names``: for each variable, the paths of the modules whose code names it."""
+    """An object that holds variables. ``names``: those that code names."""
 
     title: str
     held: Any
-    names: dict[str, set[str]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
 
     @abstractmethod
     def read(self, name: str) -> Any:
