@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.method_interception import is_intercepted
-from hfusion.capture.reachable_code import CodeSearch, search_of
+from hfusion.capture.reachable_code import MISSING, Attributes, CodeSearch, ContextVariable, Holder, search_of
 from hfusion.capture.registered_tensors import is_array
-from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import is_user_code
 from hfusion.core.memory import same_values

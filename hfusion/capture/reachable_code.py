@@ -9,9 +9,11 @@ import logging
 import threading
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +21,6 @@ from torch import Tensor, nn
 
 from hfusion.capture.attribute_bytecode import assigned_names, attribute_names
 from hfusion.capture.registered_tensors import is_array
-from hfusion.capture.variable_scopes import (
-    Attributes,
-    ClosureVariable,
-    ContextVariable,
-    DefaultArguments,
-    GlobalVariables,
-    Holder,
-)
 from hfusion.core.fingerprint import (
     OPERATORS,
     functions_behind,
@@ -361,3 +355,95 @@ def _variables_named(function: types.FunctionType) -> set[str]:
     names = names_in(function.__code__)
     by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
     return {*names.variables, *(names.texts if by_text else ())}
+
+
+# Read and write variables outside of a model: of files, classes, objects, functions, closures and contexts.
+
+MISSING = object()
+"""The value of a variable that does not exist."""
+
+
+@dataclass
+class Holder(ABC):
+    """An object that holds variables. ``names``: those that code names."""
+
+    title: str
+    held: Any
+    names: set[str] = field(default_factory=set)
+
+    @abstractmethod
+    def read(self, name: str) -> Any:
+        """Return the value of a variable, or `MISSING`."""
+
+    @abstractmethod
+    def write(self, name: str, value: Any) -> None:
+        """Assign a variable; `MISSING` removes it."""
+
+
+class ClosureVariable(Holder):
+    """A variable of a closure."""
+
+    def read(self, name: str) -> Any:
+        try:
+            return self.held.cell_contents
+        except ValueError:
+            return MISSING
+
+    def write(self, name: str, value: Any) -> None:
+        if value is MISSING:
+            del self.held.cell_contents
+        else:
+            self.held.cell_contents = value
+
+
+class ContextVariable(Holder):
+    """A `contextvars.ContextVar`."""
+
+    def read(self, name: str) -> Any:
+        return self.held.get(MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        # A variable of a context cannot be removed again.
+        if value is not MISSING:
+            self.held.set(value)
+
+
+class DefaultArguments(Holder):
+    """The default arguments of a function. They are never replaced, but may change in place."""
+
+    def read(self, name: str) -> Any:
+        return default_arguments(self.held).get(name, MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        pass
+
+
+class GlobalVariables(Holder):
+    """The global variables of a file."""
+
+    def read(self, name: str) -> Any:
+        return self.held.get(name, MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        if value is MISSING:
+            del self.held[name]
+        else:
+            self.held[name] = value
+
+
+class Attributes(Holder):
+    """The attributes of a class, a function, or another object."""
+
+    def read(self, name: str) -> Any:
+        if not isinstance(self.held, type) and name in slots(type(self.held)):
+            return read_attribute(self.held, name, MISSING)
+        return own_attributes(self.held).get(name, MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        # A class of the user's may define __setattr__, which must not run here.
+        bypass = is_user_code(type(self.held).__module__) and not isinstance(self.held, type)
+        put, remove = (object.__setattr__, object.__delattr__) if bypass else (setattr, delattr)
+        if value is MISSING:
+            remove(self.held, name)
+        else:
+            put(self.held, name, value)

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
-from hfusion.capture.reachable_code import MAX_DEPTH, search_of
-from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder
+from hfusion.capture.reachable_code import MAX_DEPTH, MISSING, Attributes, GlobalVariables, Holder, search_of
 from hfusion.core.python_values import (
     CONTAINERS,
     MAX_ITEMS,
