@@ -138,11 +138,3 @@ def stack_of(rows: Sequence[Tensor]) -> Tensor:
     for target, row in zip(stack.detach(), rows, strict=True):
         target.copy_(row.detach())
     return stack
-
-
-def partly_written(name: str) -> FusionError:
-    """Return the error for a write to a buffer that only some members share, or that aliases another tensor."""
-    return FusionError(
-        f"forward writes into the buffer {name}, which some models share but not all, or which lies in the memory of "
-        "another tensor of the model; give each its own, by copy.deepcopy or clone()"
-    )

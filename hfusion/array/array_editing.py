@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -106,7 +105,10 @@ class Rows(nn.Module):
             >>> fused.state_dict()["weight"].shape
             torch.Size([3, 2, 2])
         """
-        rearrange(self, [*range(len(self)), *listed(models)])
+        if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
+            description = "an empty one" if isinstance(models, Sequence) else type(models).__name__
+            raise FusionError(f"append takes a list of one model or more, not {description}: append([model])")
+        rearrange(self, [*range(len(self)), *models])
 
     def put(self, rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module]) -> None:
         """Replace the members ``rows`` by copies of ``models``, in place; see ``append``.
@@ -115,28 +117,15 @@ class Rows(nn.Module):
             ValueError: a row does not exist or is given twice, or there are not as many models as rows.
             FusionError: models that cannot be fused with the members; the array is as it was.
         """
-        rearrange(self, placed(rows, models, len(self)))
-
-
-def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the models to append as a list. Raises FusionError if ``models`` is empty or not a sequence."""
-    if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
-        description = "an empty one" if isinstance(models, Sequence) else type(models).__name__
-        raise FusionError(f"append takes a list of one model or more, not {description}: append([model])")
-    return list(models)
-
-
-def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], members: int) -> list[Source]:
-    """Return the source of each member if ``models`` replace the members ``rows``. Raises ValueError."""
-    targets = rows_of(rows, members)
-    replacements = [models] if isinstance(models, nn.Module) else list(models)
-    if len(replacements) != len(targets):
-        raise ValueError(f"put of {len(replacements)} models into {len(targets)} rows: give one for each of {targets}")
-    check_once(targets)
-    sources: list[Source] = list(range(members))
-    for row, model in zip(targets, replacements, strict=True):
-        sources[row] = model
-    return sources
+        targets = rows_of(rows, len(self))
+        replacements = [models] if isinstance(models, nn.Module) else list(models)
+        if len(replacements) != len(targets):
+            raise ValueError(
+                f"put of {len(replacements)} models into {len(targets)} rows: give one for each of {targets}"
+            )
+        check_once(targets)
+        new = dict(zip(targets, replacements, strict=True))
+        rearrange(self, [new.get(row, row) for row in range(len(self))])
 
 
 def rearrange(array: Rows, sources: Sequence[Source]) -> None:
@@ -155,7 +144,6 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
                 "put members before fully_shard or whatever replaced it."
             )
     joining = check_joining(fused, sources)
-    members = len(fused)
     fused._split()
     kinds, partly, before = Kinds.of(fused), fused._array.comparison.partly, fused._array
     for index, model in joining.items():
@@ -164,7 +152,7 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     move_stacks(fused, sources, after)
     enter(fused, kinds.contents, kinds.rearranged_contents(sources), after)
     fused._mark()
-    fused._views.rearranged(fused, sources, members)
+    fused._views.rearranged(fused, sources)
 
 
 # The fingerprints of skeletons, which never change.
@@ -218,19 +206,23 @@ class Kinds:
         )
 
 
+def find_new_rows(sources: Sequence[Source]) -> dict[int, int]:
+    """Return the new rows of the members that remain: a copied member keeps its row if it remains there."""
+    new_rows: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, int) and (source not in new_rows or source == index):
+            new_rows[source] = index
+    return new_rows
+
+
 def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
     new_array = kinds.array(array, kinds.rearranged_contents(sources))
     comparison = replace(new_array.comparison, partly=partly)
     new_array = replace(new_array, comparison=comparison, origins=WeakIdKeyDictionary())
-    new_rows: dict[int, int] = {}
+    new_rows = find_new_rows(sources)
     for index, source in enumerate(sources):
-        if isinstance(source, int):
-            # A copied member keeps its own row if it remains there; its copies have no original model.
-            if source not in new_rows or source == index:
-                new_rows[source] = index
-        else:
-            for name, parameter in source.named_parameters():
-                new_array.origins.setdefault(parameter, (index, name))
+        for name, parameter in source.named_parameters() if isinstance(source, nn.Module) else ():
+            new_array.origins.setdefault(parameter, (index, name))
     for parameter, (member, name) in array.origins.items():
         if member in new_rows:
             new_array.origins[parameter] = (new_rows[member], name)
@@ -379,34 +371,8 @@ def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
 
 # Programs of changed members are derived from those of earlier members, without a capture.
 
-# Maximum number of cached traces of members.
+# Maximum number of cached traces of members; the oldest is dropped first.
 MAX_TRACES = 64
-
-
-@dataclass
-class TraceCache:
-    """The latest traces of an array's members, by their contents without tensors, and by the kind of call."""
-
-    traces: OrderedDict[Any, OperatorTrace | None] = field(default_factory=OrderedDict)
-
-    def trace(
-        self, fused: FusedModule, row: int, content: Any, modes: Any, arguments: Arguments
-    ) -> OperatorTrace | None:
-        """Return the operator trace of the member in ``row``, cached by its ``content``; None if it has none."""
-        key = content, modes, arguments.key
-        if key not in self.traces:
-            args, kwargs = arguments.of_member(row)
-            self.traces[key] = trace_operators(_apart(fused, row), args, kwargs)
-            if len(self.traces) > MAX_TRACES:
-                self.traces.popitem(last=False)
-        self.traces.move_to_end(key)
-        return self.traces[key]
-
-
-def _apart(fused: FusedModule, row: int) -> nn.Module:
-    """Return a copy of a member in separate memory."""
-    shared = fused._array.comparison.shared
-    return fused._around(row, {n: row_copy(t, None if n in shared else row) for n, t in fused.stacks.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -487,7 +453,16 @@ class Kin:
         return derived
 
     def _trace(self, row: int, modes: Any, arguments: Arguments) -> OperatorTrace | None:
-        return self.fused._traces.trace(self.fused, row, self.contents[row], modes, arguments)
+        """Return the operator trace of the member in ``row``, cached by its content; None if it has none."""
+        fused, key, traces = self.fused, (self.contents[row], modes, arguments.key), self.fused._traces
+        if key not in traces:
+            shared = fused._array.comparison.shared
+            copies = {name: row_copy(t, None if name in shared else row) for name, t in fused.stacks.items()}
+            args, kwargs = arguments.of_member(row)
+            traces[key] = trace_operators(fused._around(row, copies), args, kwargs)
+            if len(traces) > MAX_TRACES:
+                del traces[next(iter(traces))]
+        return traces[key]
 
 
 def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Compiled) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +24,8 @@ from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, rows_of
-from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.torch_private.functorch import in_transform, vmap_fallback_refused
-
-
-@runtime_checkable
-class Members(Protocol):
-    """An owner of an array of which only some rows train, such as `hfusion.Population`."""
-
-    @property
-    def active_rows(self) -> list[int]: ...
-
-    def each(self, fn: Any, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any) -> None: ...
 
 
 class MemberFunction:
@@ -60,32 +48,45 @@ class MemberFunction:
 
     def __call__(
         self,
-        target: FusedModule | nn.Module | Members,
+        target: Any,
         *args: Any,
         rows: int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         """Run the function for the members of ``target``; see `each`."""
+        arguments = Arguments.of(args, kwargs)
         if isinstance(target, FusedModule):
             chosen = training_rows(target) if rows is None else rows_of(rows, len(target))
             check_once(chosen)
-            with torch.no_grad():
-                self._run(target, chosen, Arguments.of(args, kwargs))
+            self._check_arguments(len(target), arguments)
+            # Apply tensors that were assigned to members to the stacks.
+            target._split()
+            named = self._named(target)
+            for name, tensor in named.items():
+                self._check_tensor(name, tensor)
+            self._run(named, chosen, arguments)
         elif isinstance(target, nn.Module):
             if rows is not None:
                 raise ValueError(
                     f"rows={rows!r} is for arrays, got {type(target).__name__}, which is one model. Leave it out."
                 )
-            with torch.no_grad():
-                self._run_alone(target, args, kwargs)
-        elif isinstance(target, Members):
+            if any(isinstance(leaf, StackedInput) for leaf in arguments.leaves):
+                raise ValueError(
+                    f"{self!r} got hf.stacked for {type(target).__name__}, which is one model. Give its own tensor."
+                )
+            check_materialized(target, "the model")
+            self._run(self._named(target), None, arguments)
+        elif hasattr(target, "active_rows"):
             target.each(self, *args, rows=rows, **kwargs)
         else:
             raise ValueError(
                 f"{self!r} got {type(target).__name__}: give what hf.fuse or hf.build gave, a Population, or a model"
             )
 
-    def step_hook(self, target: FusedModule | Members, *args: Any) -> Callable[..., None]:
+    def _named(self, model: nn.Module) -> dict[str, Tensor]:
+        return dict(model.named_parameters()) | (dict(model.named_buffers()) if self._buffers else {})
+
+    def step_hook(self, target: Any, *args: Any) -> Callable[..., None]:
         """Return a hook for ``register_step_pre_hook`` or ``register_step_post_hook`` of the optimizer of ``target``.
 
         Members that take no step, as their gradients overflowed or they are frozen, are left alone.
@@ -105,21 +106,7 @@ class MemberFunction:
         reasons = dict.fromkeys(filter(None, self._loops.values()))
         return FusionReport((), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
 
-    def _run_alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        check_materialized(model, "the model")
-        named = dict(model.named_parameters()) | (dict(model.named_buffers()) if self._buffers else {})
-        tensors = {("params", name): tensor.detach() for name, tensor in named.items()}
-        tensors |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
-        call = MemberFunctionCall(
-            (0,), {key: t[None] for key, t in tensors.items()}, frozenset(), Arguments.of(args, kwargs)
-        )
-        if any(isinstance(leaf, StackedInput) for leaf in call.arguments.leaves):
-            raise ValueError(
-                f"{self!r} got hf.stacked for {type(model).__name__}, which is one model. Give its own tensor."
-            )
-        run_looped(self._fn, self._name, call)
-
-    def _run(self, fused: FusedModule, rows: Sequence[int], arguments: Arguments) -> None:
+    def _check_arguments(self, members: int, arguments: Arguments) -> None:
         if in_transform():
             raise FusionError(f"{self!r} writes into an array, which a transform of torch.func cannot follow")
         if arguments.ragged:
@@ -128,31 +115,9 @@ class MemberFunction:
             raise ValueError(
                 f"{self!r} got different values of the members that are no tensors; give a tensor [B, ...]"
             )
-        # Apply tensors that were assigned to members to the stacks.
-        fused._split()
-        named = dict(fused.named_parameters()) | (dict(fused.named_buffers()) if self._buffers else {})
-        for name, tensor in named.items():
-            self._check_tensor(name, tensor)
         for leaf in arguments.leaves:
-            if isinstance(leaf, StackedInput) and len(leaf.tensor) != len(fused):
-                raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {len(fused)} members: give one for each")
-        stacks = {("params", name): tensor.detach() for name, tensor in named.items()}
-        stacks |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
-        shared = frozenset(key for key in stacks if not has_rows(named[key[1]]))
-        whole = MemberFunctionCall(tuple(range(len(fused))), stacks, shared, arguments.mapped(Tensor.detach))
-        # Members that have gradients of the same parameters run together.
-        groups: dict[frozenset[str], list[int]] = {}
-        absent = {
-            name: flags
-            for name, t in named.items()
-            if t.grad is not None and (flags := absent_rows(t.grad)) is not None
-        }
-        for row in rows:
-            groups.setdefault(frozenset(name for name, flags in absent.items() if flags[row]), []).append(row)
-        for without_grad, members in groups.items():
-            tensors = {key: t for key, t in stacks.items() if key[0] == "params" or key[1] not in without_grad}
-            with selected(replace(whole, tensors=tensors), members) as call:
-                self._run_together(call)
+            if isinstance(leaf, StackedInput) and len(leaf.tensor) != members:
+                raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {members} members: give one for each")
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         mark = membership(tensor)
@@ -169,52 +134,60 @@ class MemberFunction:
                     "each member's own model"
                 )
 
-    def _run_together(self, call: MemberFunctionCall) -> None:
-        if len(call.rows) == 1:
-            run_looped(self._fn, self._name, call)
-            return
+    @torch.no_grad()
+    def _run(self, named: Mapping[str, Tensor], rows: Sequence[int] | None, arguments: Arguments) -> None:
+        """Run the function for members ``rows`` of an array's tensors; for None, for the tensors of one model."""
+        grads = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
+        held = {("params", name): tensor.detach() for name, tensor in named.items()}
+        held |= {("grads", name): grad.detach() for name, grad in grads.items()}
+        stacks = {key: tensor[None] for key, tensor in held.items()} if rows is None else held
+        shared = frozenset(key for key in stacks if rows is not None and not has_rows(named[key[1]]))
+        absent = {name: flags for name, grad in grads.items() if (flags := absent_rows(grad)) is not None}
+        # Members that have gradients of the same parameters run together.
+        groups: dict[frozenset[str], list[int]] = {}
+        for row in [0] if rows is None else rows:
+            groups.setdefault(frozenset(name for name, flags in absent.items() if flags[row]), []).append(row)
+        for without_grad, members in groups.items():
+            tensors = {key: t for key, t in stacks.items() if key[0] == "params" or key[1] not in without_grad}
+            self._run_together(MemberCall(tensors, shared, arguments.mapped(Tensor.detach)), members)
+
+    def _run_together(self, call: MemberCall, rows: list[int]) -> None:
         described = tuple((key, t.shape[1:], t.dtype, t.device, key in call.shared) for key, t in call.tensors.items())
         key = described, call.arguments.numberless_key, torch.get_default_dtype()
-        if key not in self._loops:
-            self._loops[key] = self._why_looped(call)
-        if self._loops[key]:
-            run_looped(self._fn, self._name, call)
-            return
-        versions = _versions(call)
-        try:
-            run_vmapped(self._fn, self._name, call)
-        except Exception as error:
-            if versions != _versions(call):
-                error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
+        why = self._loops.get(key)
+        is_first, state = why is None, read_state(self._fn) if why is None else None
+        if is_first:
+            why = "" if state is not None else "it reads more values besides its arguments than can be compared"
+        # What may fail half-way runs on copies.
+        in_place = not is_first and not why and rows == list(range(call.members))
+        part = call if in_place else call.copied(rows)
+        versions, is_vmapped = list(map(_version, part.written())), False
+        if not why and len(rows) > 1:
+            try:
+                run_vmapped(self._fn, self._name, part)
+                is_vmapped = True
+            except (ValueError, FusionError):
                 raise
-            # Other numbers among the arguments may lead to operators that vmap does not support.
-            self._loops[key] = self._why_looped(call)
-            if not self._loops[key]:
-                raise
-            run_looped(self._fn, self._name, call)
-
-    def _why_looped(self, call: MemberFunctionCall) -> str:
-        """Try vmap on copies of two members. Raises an error if the function does what neither way can."""
-        state, trial = read_state(self._fn), call.cloned((0, len(call.rows) - 1))
-        why = "" if state is not None else "it reads more values besides its arguments than can be compared"
-        try:
-            with random_states_kept():
-                run_vmapped(self._fn, self._name, trial)
-        except (ValueError, FusionError):
-            raise
-        except Exception as error:
-            why = why or f"torch.func.vmap: {str(error).splitlines()[0]}"
+            except Exception as error:
+                if in_place and versions != list(map(_version, part.written())):
+                    error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
+                    raise
+                why, part = f"torch.func.vmap: {str(error).splitlines()[0]}", call.copied(rows)
+                versions = list(map(_version, part.written()))
+        if not is_vmapped:
+            run_looped(self._fn, self._name, part, rows)
         if state is not None and read_state(self._fn) != state:
             raise FusionError(
                 f"{self._name} changes, in hf.each, a value that it reads besides its arguments, which would happen "
                 "once for each member or once for all: pass it as a further argument, hf.stacked([B, ...]) where it is "
                 "each member's own"
             )
-        return why
-
-
-def _versions(call: MemberFunctionCall) -> list[int]:
-    return [_version(tensor) for tensor in call.written_tensors()]
+        if len(rows) > 1:
+            self._loops[key] = why or ""
+        for stack, values, version in zip(call.written(), part.written(), versions, strict=True):
+            # What is written by ``tensor.data`` has no new version.
+            if stack is not values and (not is_vmapped or _version(values) != version or values.is_inference()):
+                stack[rows] = values
 
 
 def training_rows(fused: FusedModule) -> list[int]:
@@ -255,7 +228,7 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> MemberFunction:
         as they are, to the bit. Frozen ones in ``rows`` are changed. Further tensors are seen by every member, those in
         `hfusion.stacked` row by row; the function may write into the latter.
 
-        It runs by `torch.func.vmap` if that can run it on copies of two members; else member by member, and
+        It runs by `torch.func.vmap` if that can run it; else member by member, and
         ``run.report()`` says why.
 
     Raises:
@@ -284,31 +257,29 @@ Address = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class MemberFunctionCall:
+class MemberCall:
     """The arguments of a function for some members.
 
     Attributes:
-        rows: the members, in the order of the stacks below.
-        tensors: stacks ``[len(rows), *shape]``, or ``[*shape]`` of a tensor that all members share.
+        tensors: stacks ``[members, *shape]``, or ``[*shape]`` of a tensor that all members share.
         shared: the addresses of the tensors that all members share.
-        arguments: further arguments, whose stacked leaves have a row for each of ``rows``.
+        arguments: further arguments, whose stacked leaves have a row for each member.
     """
 
-    rows: tuple[int, ...]
     tensors: Mapping[Address, Tensor]
     shared: frozenset[Address]
     arguments: Arguments
 
-    def cloned(self, rows: Sequence[int]) -> MemberFunctionCall:
-        """Return the call for copies of the members at the positions ``rows``."""
+    @property
+    def members(self) -> int:
+        return next((len(tensor) for key, tensor in self.tensors.items() if key not in self.shared), 0)
+
+    def copied(self, rows: Sequence[int]) -> MemberCall:
+        """Return the call for copies of the members ``rows``."""
         index = list(rows)
-        tensors = {key: t.clone() if key in self.shared else t[index] for key, t in self.tensors.items()}
-        leaves = [
-            StackedInput(x.tensor[index]) if isinstance(x, StackedInput) else x.clone() if isinstance(x, Tensor) else x
-            for x in self.arguments.leaves
-        ]
-        arguments = replace(self.arguments, leaves=tuple(leaves))
-        return replace(self, rows=tuple(self.rows[k] for k in index), tensors=tensors, arguments=arguments)
+        tensors = {key: t if key in self.shared else t[index] for key, t in self.tensors.items()}
+        leaves = [StackedInput(x.tensor[index]) if isinstance(x, StackedInput) else x for x in self.arguments.leaves]
+        return replace(self, tensors=tensors, arguments=replace(self.arguments, leaves=tuple(leaves)))
 
     def common(self) -> dict[str, Tensor]:
         """The tensors that every member sees, by their names in messages."""
@@ -316,13 +287,13 @@ class MemberFunctionCall:
         leaves = enumerate(self.arguments.leaves)
         return named | {f"argument tensor {k}": leaf for k, leaf in leaves if isinstance(leaf, Tensor)}
 
-    def written_tensors(self) -> list[Tensor]:
+    def written(self) -> list[Tensor]:
         """Return all stacks, which a function may write into."""
         stacks = [tensor for key, tensor in self.tensors.items() if key not in self.shared]
         return stacks + [leaf.tensor for leaf in self.arguments.leaves if isinstance(leaf, StackedInput)]
 
 
-def run_vmapped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> None:
+def run_vmapped(fn: Callable[..., Any], name: str, call: MemberCall) -> None:
     """Run ``fn`` once, under `torch.func.vmap`. Raises vmap's own errors."""
     keys, leaves = list(call.tensors), call.arguments.values
     batched = [isinstance(leaf, StackedInput) for leaf in call.arguments.leaves]
@@ -334,12 +305,11 @@ def run_vmapped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> 
     changed: list[Address] = []
 
     def single(*values: Tensor) -> tuple[Tensor, ...]:
-        member_tensors = dict(zip(keys, values[: len(keys)], strict=True))
         filled = list(leaves)
         for index, value in zip(tensors, values[len(keys) :], strict=True):
             filled[index] = value
         args, kwargs = replace(call.arguments, leaves=tuple(filled)).of_member(0)
-        changes = call_member(fn, name, member_tensors, args, kwargs)
+        changes = call_member(fn, name, dict(zip(keys, values[: len(keys)], strict=True)), args, kwargs)
         changed.extend(changes)
         return tuple(changes.values())
 
@@ -347,30 +317,28 @@ def run_vmapped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> 
     with vmap_fallback_refused():
         values = torch.func.vmap(single, in_dims=in_dims)(*call.tensors.values(), *(leaves[k] for k in tensors))
     _check_common(name, call, versions)
-    _commit(call, dict(zip(changed, values, strict=True)), name)
+    _write(name, call, call.tensors, dict(zip(changed, values, strict=True)))
 
 
-def run_looped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> None:
-    """Run ``fn`` member by member."""
-    for position, row in enumerate(call.rows):
-        tensors = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
-        addresses = {key: t.data_ptr() for key, t in tensors.items()}
+def run_looped(fn: Callable[..., Any], name: str, call: MemberCall, rows: Sequence[int]) -> None:
+    """Run ``fn`` member by member; ``rows`` are the members' for errors."""
+    for position, row in enumerate(rows):
+        member = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
+        # After `tensor.data = value` a tensor does not lie in the row any more.
+        given = {key: tensor.detach() for key, tensor in member.items()}
         versions = {label: _version(tensor) for label, tensor in call.common().items()}
         args, kwargs = call.arguments.of_member(position)
         try:
-            changes = call_member(fn, name, tensors, args, kwargs)
+            changes = call_member(fn, name, given, args, kwargs)
         except Exception as error:
-            done = f"; members {list(call.rows[:position])} have been changed" if position else ""
-            error.add_note(f"hf.each: {name} ran for member {row}{done}")
+            error.add_note(f"hf.each: {name} ran for member {row}")
             raise
-        member = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
-        for key, tensor in tensors.items():
-            # After `tensor.data = value` the tensor does not lie in the row any more.
-            if tensor.data_ptr() != addresses[key]:
+        for key, tensor in given.items():
+            if tensor.data_ptr() != member[key].data_ptr():
                 _check_value(name, f"{key[0]}[{key[1]!r}]", tensor, member[key])
                 changes[key] = tensor
         _check_common(name, call, versions)
-        _commit(replace(call, tensors=member), changes, name)
+        _write(name, call, member, changes)
 
 
 def call_member(
@@ -424,7 +392,7 @@ def _check_value(name: str, label: str, value: Any, like: Tensor) -> None:
         )
 
 
-def _check_common(name: str, call: MemberFunctionCall, versions: Mapping[str, int]) -> None:
+def _check_common(name: str, call: MemberCall, versions: Mapping[str, int]) -> None:
     for label, tensor in call.common().items():
         if _version(tensor) != versions[label]:
             raise FusionError(
@@ -437,30 +405,13 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _commit(call: MemberFunctionCall, changes: Mapping[Address, Tensor], name: str) -> None:
-    """Write new values; all are read before any is written."""
-    memory = {t.untyped_storage().data_ptr() for t in call.tensors.values()}
+def _write(name: str, call: MemberCall, tensors: Mapping[Address, Tensor], changes: Mapping[Address, Tensor]) -> None:
+    """Write new values into ``tensors``; all are read before any is written."""
     for key in changes:
         if key in call.shared:
             raise FusionError(
                 f"{name} gives a value for {key[0]}[{key[1]!r}] in hf.each, which is one tensor of all members: give "
                 "each member its own, by copy.deepcopy"
             )
-    values = {k: v.clone() if v.untyped_storage().data_ptr() in memory else v for k, v in changes.items()}
-    for key, value in values.items():
-        call.tensors[key].copy_(value)
-
-
-@contextmanager
-def selected(call: MemberFunctionCall, positions: Sequence[int]) -> Iterator[MemberFunctionCall]:
-    """Context manager: the call for members at ``positions``, as copies that are written back."""
-    if len(positions) == len(call.rows):
-        yield call
-        return
-    chosen = call.cloned(positions)
-    versions = _versions(chosen)
-    yield chosen
-    pairs = zip(call.written_tensors(), chosen.written_tensors(), versions, strict=True)
-    for stack, rows, version in pairs:
-        if _version(rows) != version or rows.is_inference():
-            stack[list(positions)] = rows
+    for key, value in {key: value.clone() for key, value in changes.items()}.items():
+        tensors[key].copy_(value)

@@ -1,14 +1,13 @@
 """The members of an array as modules that live as long as their rows, and the changes made to them.
 
 There is one module for each row, created on first access. Its tensors lie in the memory of the row, and its gradients
-are those of the row (`core.row_gradients`). A member that was handed out may be changed, so `heed` compares it, at
+are those of the row (`core.gradient_usage`). A member that was handed out may be changed, so `heed` compares it, at
 every call of the array, with what programs were made for. New attributes need another program; members that differ in
 modes, hooks or what they train run their own code. What an array cannot represent is refused there, by name.
 """
 
 from __future__ import annotations
 
-import copy
 import enum
 import types
 import weakref
@@ -24,6 +23,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.array.array_description import ArrayState, member_rows, row_copy
+from hfusion.array.array_editing import Kinds, enter, find_new_rows
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, value_keys
 from hfusion.capture.compare_models import check_pair
@@ -31,10 +31,9 @@ from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError
-from hfusion.core.gradient_usage import freeze_rows, frozen_rows
+from hfusion.core.gradient_usage import freeze_rows, frozen_rows, lies_in, tie, untie
 from hfusion.core.membership import is_own_hook
 from hfusion.core.python_values import PLAIN
-from hfusion.core.row_gradients import lies_in, tie, untie
 from hfusion.core.tree import leaves
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 
@@ -70,7 +69,7 @@ class _CatchUp:
         return _CatchUp, ()
 
 
-class Member:
+class MemberModule:
     """A member that was handed out: ``model``, with tensors in the memory of its row.
 
     Attributes:
@@ -121,27 +120,6 @@ class Member:
         vars(copied)["_forward_pre_hooks"].pop(_HOOK, None)
         return copied
 
-    def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
-        """Set modes by path, and requires_grad of parameters by key."""
-        for path, module in self.modules.items():
-            module.training = modes[path]
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad != trained[name]:
-                parameter.requires_grad_(trained[name])
-
-    def become(self, like: nn.Module) -> None:
-        """Replace the attributes by those of ``like``, a model of the same structure."""
-        others = dict(like.named_modules(remove_duplicate=False))
-        own, other = dict(tensors(self.model)), dict(tensors(like))
-        memo: dict[int, Any] = {id(other[name]): tensor for name, tensor in own.items()}
-        memo |= {id(others[path]): module for path, module in self.modules.items()}
-        for path, module in dict(self.model.named_modules()).items():
-            values = {name: value for name, value in vars(others[path]).items() if name not in _STANDARD}
-            attributes = module.__dict__
-            for name in attributes.keys() - _STANDARD:
-                del attributes[name]
-            attributes.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
-
     def leave(self) -> None:
         """Become an independent module, with copies of the tensors, as the row is removed."""
         for tensor in (*self.parameters.values(), *self.buffers.values()):
@@ -158,7 +136,7 @@ class _Watch:
     containers or objects, which are read by value.
     """
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    def __init__(self, members: Iterable[MemberModule]) -> None:
         members = list(members)
         self._modules = [module for member in members for module in member.modules.values()]
         self._held = [vars(module) for module in self._modules]
@@ -227,7 +205,7 @@ class Views:
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = weakref.ref(fused)
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, MemberModule] = {}
         self.exposed, self.split = False, ""
         self._watch: _Watch | None = None
         # Why members run their own code as their attributes change often; how many states of attributes there were;
@@ -258,7 +236,7 @@ class Views:
                 default = tensor.requires_grad and not (frozen is not None and bool(frozen[row]))
                 tensor.requires_grad_(trained.get(name, default))
         model = fused._around(row, rows) if like is None else materialize(like, rows, _modes(like))
-        self.members[row] = Member(model, row, shared, self)
+        self.members[row] = MemberModule(model, row, shared, self)
         self.exposed, self._watch = True, None
         self._align(fused, [row])
 
@@ -358,7 +336,7 @@ class Views:
         self.note(fused)
         self._watch = _Watch(self.members.values())
 
-    def _hear_tensors(self, fused: FusedModule, row: int, member: Member) -> None:
+    def _hear_tensors(self, fused: FusedModule, row: int, member: MemberModule) -> None:
         """Copy tensors that were assigned to a member into its row."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
         current = dict(tensors(member.model))
@@ -401,8 +379,6 @@ class Views:
 
         A training loop may set attributes at every step: a few values are captured, then members run their own code.
         """
-        from hfusion.array.array_editing import Kinds, enter
-
         self._outdated = calling and bool(self._changing)
         if self._outdated:
             return
@@ -459,29 +435,30 @@ class Views:
                 stack.requires_grad_(any(trains))
             freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains, device="cpu"))
 
-    def restore(self, fused: FusedModule, modes: Mapping[int, Mapping[str, bool]], attributes: bool) -> None:
-        """Set members' modes, given by row and path, by default to the array's; with ``attributes``, also these."""
-        array, base = fused._array, fused.training_by_path()
-        for row, member in self.members.items():
-            if attributes:
-                member.become(array.skeletons[array.comparison.variants[row]])
-            member.set(modes.get(row, base), member.trained)
+    def restore(self, fused: FusedModule, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        """Set the attributes and modes of members' modules; other modules get the modes of the array."""
+        known, base = {id(module) for module, _ in before}, fused.training_by_path()
+        for module, held in before:
+            vars(module).clear()
+            vars(module).update(held)
+        for path, module in ((path, m) for member in self.members.values() for path, m in member.modules.items()):
+            if id(module) not in known:
+                module.training = base[path]
         if self.members:
             self.hear(fused)
 
-    def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
-        """Update members: b is now ``sources[b]``, one of the ``members`` former rows or a model that joined."""
+    def rearranged(self, fused: FusedModule, sources: Sequence[Any]) -> None:
+        """Update members: b is now ``sources[b]``, a former row or a model that joined."""
         for stack in {id(t): t for t in fused.stacks.values()}.values():
             if (frozen := frozen_rows(stack)) is not None:
                 moved = [isinstance(source, int) and bool(frozen[source]) for source in sources]
                 freeze_rows(stack, torch.tensor(moved, device="cpu"))
         if not self.members:
             return
-        new_rows = _find_new_rows(sources, members)
-        before, self.members = self.members, {}
-        origins = {row: before[source] for row, source in enumerate(sources) if source in before}
-        # An overwritten member gets the modes, flags and attributes of the one that it is a copy of.
-        likes = {row: origin.skeleton() for row, origin in origins.items() if new_rows.get(origin.row) != row}
+        before, new_rows, self.members = self.members, find_new_rows(sources), {}
+        copied = [(row, source) for row, source in enumerate(sources) if source in before and new_rows[source] != row]
+        # A copy of a member has its modes.
+        likes = {row: _without_hooks(before[source].skeleton()) for row, source in copied}
         for row, member in before.items():
             if row in new_rows:
                 member.row = new_rows[row]
@@ -489,16 +466,10 @@ class Views:
             else:
                 member.leave()
         self.follow(fused)
-        array, base = fused._array, fused.training_by_path()
-        for row in range(len(sources)):
-            like, current = likes.get(row), self.members.get(row)
-            if current is None:
-                if like is not None and any(base[path] != mode for path, mode in _modes(like).items()):
-                    self.add(fused, row, like)
-            elif current is not origins.get(row):
-                trained = {name: fused.stacks[name].requires_grad for name in current.parameters}
-                current.become(array.skeletons[array.comparison.variants[row]])
-                current.set(*(base, trained) if like is None else (_modes(like), _trained(like)))
+        base = fused.training_by_path()
+        for row, like in likes.items():
+            if any(base[path] != mode for path, mode in _modes(like).items()):
+                self.add(fused, row, like)
         self.hear(fused)
 
 
@@ -597,18 +568,6 @@ def _check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
         ) from error
 
 
-def _find_new_rows(sources: Sequence[Any], members: int) -> dict[int, int]:
-    """Return the new rows of the members that remain; an overwritten member keeps its row."""
-    rows = [source for source in sources if isinstance(source, int)]
-    if len(sources) == members and len(set(rows)) < members:
-        return {row: row for row in range(members)}
-    new_rows: dict[int, int] = {}
-    for index, source in enumerate(sources):
-        if isinstance(source, int) and (source not in new_rows or source == index):
-            new_rows[source] = index
-    return new_rows
-
-
 # Train and eval of arrays whose members override them, and a context in which an array is in eval mode.
 # A frozen backbone, a teacher, adapters that merge: each member's own method runs, and what it changes is a change made
 # to that member.
@@ -656,11 +615,12 @@ def switch_mode(fused: FusedModule, path: str, set_mode: Callable[[nn.Module], o
 def evaluating(fused: FusedModule) -> Iterator[None]:
     """Context manager: see `FusedModule.evaluating`."""
     fused._split()
+    views, state = fused._views, ArrayState(fused._number, fused._array, fused._compiler)
+    own = own_modes(fused._array.skeletons[0])
+    values = [(t, t.requires_grad, t.detach().clone()) for t in fused.stacks.values()] if own else []
     modes = [(branch, branch.training) for branch in fused._branches]
-    views, has_own = fused._views, own_modes(fused._array.skeletons[0])
-    state = ArrayState(fused._number, fused._array, fused._compiler)
-    values = [(t, t.requires_grad, t.detach().clone()) for t in fused.stacks.values()] if has_own else []
-    member_modes = {row: member.training for row, member in views.members.items()}
+    before = [(module, dict(vars(module))) for member in views.members.values() for module in member.modules.values()]
+    trained_parameters = [(p, p.requires_grad) for member in views.members.values() for p in member.parameters.values()]
     fused.eval()
     written = any(t.requires_grad != trained or not torch.equal(t.detach(), value) for t, trained, value in values)
     try:
@@ -668,6 +628,8 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
             with torch.no_grad():
                 for tensor, trained, value in values:
                     tensor.requires_grad_(trained).copy_(value)
+            for parameter, trained in trained_parameters:
+                parameter.requires_grad_(trained)
             raise FusionError(
                 f"the own eval of {fused._original} changes parameters or buffers, and this evaluation uses them as "
                 "training has them; evaluate the trained models by themselves"
@@ -677,7 +639,7 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
         for branch, training in modes:
             branch.training = training
         fused._enter(state)
-        views.restore(fused, member_modes, has_own)
+        views.restore(fused, before)
 
 
 def _check_bound(index: int, module: nn.Module) -> None:

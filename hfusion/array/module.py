@@ -9,7 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.array_description import Array, ArrayState, mark_tensors, partly_written
-from hfusion.array.array_editing import Rows, TraceCache
-from hfusion.array.function_program_cache import note_call
+from hfusion.array.array_description import Array, ArrayState, mark_tensors
+from hfusion.array.array_editing import Rows
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
-from hfusion.array.methods import call_method, method_names
-from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
+from hfusion.array.module_tree import STATE, Tree, call_method, fixed_of, grow, method_names, modules_by_path
+from hfusion.array.per_model import hinting, note_call
 from hfusion.array.ragged_calls import run_ragged, size_reports
 from hfusion.array.unfused_calls import REFUSALS, call_members, plain_stacks, run_members, unserved
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.operator_trace import OperatorTrace
 from hfusion.capture.reachable_code import searched_once
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize
@@ -71,13 +71,14 @@ class FusedModule(Rows, Tree):
         self._states: dict[Any, ArrayState] = {}
         self._numbers, self._number = itertools.count(1), 0
         self._situations = Situations()
-        self._unstacked = UnstackedInputs()
+        self._has_warned = False
         self._compiler = self._new_compiler()
         self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         self._loops: dict[str, None] = {}
-        self._traces = TraceCache()
+        # The operators of members, from which programs are derived.
+        self._traces: dict[Any, OperatorTrace | None] = {}
         # Whether the members of another array are computed, whose own objects keep their Python state.
         self._is_part = False
         # Called with each new program, before it runs.
@@ -262,12 +263,15 @@ class FusedModule(Rows, Tree):
             compiled = self._compiler.find(modes, arguments)
             if compiled is not None:
                 return compiled
-            with hint_at_stacked(arguments, len(self)):
+            with hinting((leaf for leaf in arguments.leaves if _may_be_stacked(leaf, len(self))), len(self)):
                 compiled = self._compiler.get(modes, arguments)
         if partly := compiled.written & self._array.comparison.partly:
             self._compiler.clear()
-            raise partly_written(min(partly))
-        self._unstacked.look(self._original, compiled, arguments, len(self))
+            raise FusionError(
+                f"forward writes into the buffer {min(partly)}, which some models share but not all, or which lies in "
+                "the memory of another tensor of the model; give each its own, by copy.deepcopy or clone()"
+            )
+        self._has_warned = self._has_warned or warn_of_unstacked(self._original, compiled, arguments, len(self))
         self._on_program(compiled)
         return compiled
 
@@ -534,77 +538,33 @@ def _tensor(value: Any) -> Any:
 
 # Inputs that probably hold a batch for each member, and were not wrapped in `hfusion.stacked`.
 
-# Operators that compute each position of the leading dims alone: a batch of batches passes through them unnoticed.
-_POSITION_WISE = frozenset(
-    {
-        "add",
-        "celu",
-        "div",
-        "dropout",
-        "elu",
-        "gelu",
-        "hardswish",
-        "hardtanh",
-        "layer_norm",
-        "leaky_relu",
-        "linear",
-        "mish",
-        "mul",
-        "prelu",
-        "relu",
-        "relu_",
-        "relu6",
-        "rms_norm",
-        "selu",
-        "sigmoid",
-        "silu",
-        "softplus",
-        "sub",
-        "tanh",
-    }
-)
+# Operators that compute each position of the leading dims alone, as pointwise ones do: they do not notice a batch of
+# batches.
+_POSITION_WISE = frozenset({"dropout", "hardswish", "layer_norm", "linear", "prelu", "rms_norm"})
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
-@contextmanager
-def hint_at_stacked(arguments: Arguments, members: int) -> Iterator[None]:
-    """Context manager: add a note to errors of forward if every member was given a whole input ``[B, N, ...]``."""
-    try:
-        yield
-    except Exception as error:
-        for leaf in arguments.leaves:
-            if _may_be_stacked(leaf, members):
-                error.add_note(
-                    f"Each of the {members} members was called with the whole input of shape {list(leaf.shape)}. If it "
-                    "holds one batch per member, pass hf.stacked(x)."
-                )
-        raise
+def warn_of_unstacked(name: str, compiled: Compiled, arguments: Arguments, members: int) -> bool:
+    """Warn if a new program gets an input ``[B, N, F]``, and treats all its dims but the last alike.
 
+    For members such as MLPs, a batch per member and a batch of B sequences look the same, and the second is rare.
+    Members with other operators raise an error for the extra dim, or use it.
 
-class UnstackedInputs:
-    """Warns once of an input ``[B, N, F]`` of members that treat all its dims but the last alike, such as MLPs.
-
-    For these a batch per member and a batch of B sequences look the same, and the second is rare. Members with other
-    operators raise an error for the extra dim, or use it.
+    Returns: whether it has warned.
     """
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def look(self, name: str, compiled: Compiled, arguments: Arguments, members: int) -> None:
-        """Warn if an argument of a new program is such an input."""
-        if self._warned or len(arguments.leaves) != 1 or not _may_be_stacked(arguments.leaves[0], members):
-            return
-        calls = [node.target for node in compiled.graph.nodes if node.op == "call_function"]
-        names = {getattr(target, "overloadpacket", target).__name__ for target in calls}
-        if "linear" in names and names <= _POSITION_WISE:
-            self._warned = True
-            shape = list(arguments.leaves[0].shape)
-            warnings.warn(
-                f"{name}: each of the {members} members sees the whole input of shape {shape}. If it holds one batch "
-                "per member, pass hf.stacked(x). To pass one batch to all members, as here, ignore this warning.",
-                stacklevel=_depth_of_caller(),
-            )
+    if len(arguments.leaves) != 1 or not _may_be_stacked(arguments.leaves[0], members):
+        return False
+    targets = [node.target for node in compiled.graph.nodes if node.op == "call_function"]
+    names = {getattr(target, "overloadpacket", target).__name__ for target in targets}
+    others = [target for target in targets if torch.Tag.pointwise not in getattr(target, "tags", ())]
+    if "linear" not in names or not {getattr(t, "overloadpacket", t).__name__ for t in others} <= _POSITION_WISE:
+        return False
+    warnings.warn(
+        f"{name}: each of the {members} members sees the whole input of shape {list(arguments.leaves[0].shape)}. If "
+        "it holds one batch per member, pass hf.stacked(x). To pass one batch to all members, ignore this warning.",
+        stacklevel=_depth_of_caller(),
+    )
+    return True
 
 
 def _may_be_stacked(leaf: object, members: int) -> bool:

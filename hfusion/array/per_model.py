@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.function_program_cache import MAX_STATES, FunctionPrograms, OwnPrograms, current_programs
-from hfusion.array.ragged_rows import call_by_size, check_ragged
-from hfusion.array.unfused_calls import stacked_results, unserved
+from hfusion.array.unfused_calls import call_by_size, check_ragged, joined_results, unserved
+from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, bind
-from hfusion.compiler.compiled_program import ArraySpec, check_members
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_members, compile_array
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
+from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
@@ -31,10 +34,14 @@ from hfusion.core.layout import Listed
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
+from hfusion.device.backend import active_autocast
 from hfusion.device.generators import draws_kept
 from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.functorch import in_transform, is_wrapped, outside_transforms, unwrapped
 from hfusion.torch_private.tracer_warnings import noted
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
 
 
 class _Function(nn.Module):
@@ -50,6 +57,128 @@ class _Function(nn.Module):
 
 # Maximum number of cached kinds of calls.
 MAX_CALLS = 1024
+
+
+# How many new states functions of one origin may read before they run in a loop over members.
+MAX_REMADE = 16
+# This many repeated states of functions of one origin make up for one new state.
+MAX_REPEATED = 16
+# Maximum number of functions of one array whose programs are cached, even after the functions are deleted.
+MAX_FUNCTIONS = 64
+# Maximum number of programs in the cache that all arrays of this process share.
+MAX_SHARED = 256
+
+T = TypeVar("T")
+
+
+class _StateCache(Generic[T]):
+    """A cache of the latest ``size`` values. A value is dropped once a tensor in its function's state is deleted."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[Any, tuple[T, list[Any]]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def get(self, key: Any) -> T | None:
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Any, state: Any, value: T) -> None:
+        with self._lock:
+            self._values[key] = value, [weakref.ref(t, lambda _: self._drop(key)) for t in tensors_of(state)]
+            if len(self._values) > self._size:
+                self._drop(next(iter(self._values)))
+
+    def latest(self) -> list[tuple[Any, T]]:
+        """Return the cached items, the latest first."""
+        with self._lock:
+            return [(key, value) for key, (value, _) in reversed(self._values.items())]
+
+    def _drop(self, key: Any) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
+
+_shared: _StateCache[Compiled] = _StateCache(MAX_SHARED)
+
+
+class FunctionPrograms:
+    """The programs of functions of one array's outputs. Functions that read equal values share programs.
+
+    The program for a call depends on the calls before it: a size is dynamic once two values of it were seen, and
+    lowerings are chosen for the sizes that a program was compiled with. So only calls for the same array count.
+    Otherwise the last bits of a run would depend on earlier runs of its process. Equal programs are compiled once.
+    """
+
+    def __init__(self) -> None:
+        self._compilers: _StateCache[Compiler] = _StateCache(MAX_FUNCTIONS)
+        self._credits: dict[Any, float] = {}
+
+    def compiler(self, origin: Any, state: Any, subject: ArraySpec) -> Compiler:
+        """Return the compiler of ``subject`` in ``state``. Raises FusionError if its ``origin`` had too many states."""
+        key = state, subject.members
+        compiler = self._compilers.get(key)
+        # The number of members is no state: an array may grow and shrink.
+        credit = self._credits.get((origin, subject.members), float(MAX_REMADE))
+        if compiler is None and credit < 1:
+            raise FusionError(f"values it reads besides its arguments have changed {MAX_REMADE} times")
+        left = credit - 1 if compiler is None else min(credit + 1 / MAX_REPEATED, MAX_REMADE)
+        self._credits[origin, subject.members] = left
+        if compiler is None:
+            make = functools.partial(_compile_once, state)
+            compiler = Compiler(subject, kin=functools.partial(self._related, key), make_program=make)
+            self._compilers.put(key, state, compiler)
+        # A function that reads the same may have replaced the former one.
+        compiler.subject = subject
+        return compiler
+
+    def _related(self, key: Any, training: Any, arguments: Arguments) -> Compiled | None:
+        """Return a program for another number of members, rewritten for those of ``key``; None if there is none."""
+        for (state, members), compiler in self._compilers.latest():
+            if members != key[1] and state == key[0]:
+                program = compiler.fitting(training, arguments)
+                if program is not None:
+                    return of_rows(program, [0] * key[1], compiler.subject)
+        return None
+
+
+def _compile_once(
+    state: Any, subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes
+) -> Compiled:
+    """Call `compile_array` for a function with ``state``; cached by everything that the program depends on."""
+    dims = tuple(map(frozenset, sizes.dims))
+    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    key = (state, subject.members, training, arguments.key, dims, sizes.open, sizes.whole, active_autocast(), settings)
+    program = _shared.get(key)
+    if program is None:
+        program = compile_array(subject, arguments, training, sizes)
+        _shared.put(key, state, program)
+    return program
+
+
+_of_arrays: WeakKeyDictionary[FusedModule, FunctionPrograms] = WeakKeyDictionary()
+
+
+class _LastCall(threading.local):
+    """The array that this thread called last, whose outputs the next functions are assumed to get."""
+
+    array: weakref.ref[FusedModule] | None = None
+
+
+_last_call = _LastCall()
+
+
+def programs_of(array: FusedModule) -> FunctionPrograms:
+    """The programs of functions of the outputs of ``array``."""
+    return _of_arrays.setdefault(array, FunctionPrograms())
+
+
+def note_call(array: FusedModule) -> None:
+    """Attribute the next calls of functions in this thread to ``array``."""
+    _last_call.array = weakref.ref(array)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +208,7 @@ class PerModel(PerMemberFunction):
         self._function = function
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._origin = root(function)
-        self._programs, self._own_programs = programs, OwnPrograms(self._origin)
+        self._programs, self._own_programs = programs, FunctionPrograms()
         self._last_programs: FunctionPrograms | None = programs
         self._calls: WeakKeyDictionary[FunctionPrograms, _Calls] = WeakKeyDictionary()
 
@@ -92,51 +220,43 @@ class PerModel(PerMemberFunction):
         return PerModel, (self._function,)
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        state = self.state()
+        arguments, state = Arguments.of((_all_stacked(outputs), *args), kwargs), self.state()
         if not arguments.ragged:
-            return self._call(self._programs_for(state, arguments), state, arguments)
+            return self._call(state, arguments)
         members = _members(arguments)
         check_ragged(members, arguments)
-        programs = self._programs_for(state, arguments.of_rows([0]))
-        return call_by_size(members, arguments, functools.partial(self._call, programs, state))
-
-    def _programs_for(self, state: Any, arguments: Arguments) -> FunctionPrograms:
-        return self._programs or current_programs(self._origin, arguments) or self._own_programs.get(state, arguments)
+        return call_by_size(arguments, range(members), lambda rows, part: self._call(state, part))
 
     def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
         """Compile the program for such a call without running it; `find_program` then returns it."""
-        arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        state = self.state()
-        self._program(self._programs_for(state, arguments), state, arguments)
+        self._program(self.state(), Arguments.of((_all_stacked(outputs), *args), kwargs))
 
-    def _program(
-        self, programs: FunctionPrograms, state: Any, arguments: Arguments
-    ) -> tuple[_Calls, Callable[[Arguments], Any]]:
+    def _call(self, state: Any, arguments: Arguments) -> Any:
+        calls, program = self._program(state, arguments)
+        try:
+            return program(arguments)
+        except FailedCheck as error:
+            # A failing member raises its own error here. If none does, the function does more in a branch than raise.
+            losses = self._looped(arguments)
+            calls.programs[state, arguments.key] = self._looped
+            calls.loops[state, arguments.loose_key] = str(error)
+            return losses
+
+    def _program(self, state: Any, arguments: Arguments) -> tuple[_Calls, Callable[[Arguments], Any]]:
         """Return the record of calls so far, and the callable that runs this call."""
+        array = None if self._programs is not None or _last_call.array is None else _last_call.array()
+        programs = self._programs or (self._own_programs if array is None else programs_of(array))
         self._last_programs, key = programs, (state, arguments.key)
         calls = self._calls.get(programs)
         if calls is None:
             calls = self._calls[programs] = _Calls()
         program = calls.programs.get(key)
         if program is None:
-            program = self._prepare(calls, programs, key[0], arguments)
+            program = self._prepare(calls, programs, state, arguments)
             if len(calls.programs) == MAX_CALLS:
                 calls.programs.clear()
             calls.programs[key] = program
         return calls, program
-
-    def _call(self, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Any:
-        calls, program = self._program(programs, state, arguments)
-        key = state, arguments.key
-        try:
-            return program(arguments)
-        except FailedCheck as error:
-            looped = functools.partial(self._looped, _members(arguments))
-            # A failing member raises its own error here. If none does, the function does more in a branch than raise.
-            losses = looped(arguments)
-            calls.programs[key], calls.loops[key[0], arguments.loose_key] = looped, str(error)
-            return losses
 
     def state(self) -> Any:
         """Everything that a program of the function depends on besides arguments; None if it cannot be compared."""
@@ -157,21 +277,45 @@ class PerModel(PerMemberFunction):
         check_members(members, arguments)
         warn_of_unstacked(self._name, arguments, members)
         try:
-            compiler = self._compiler(calls, programs, state, arguments)
-            with hinting(arguments, members):
+            if state is None:
+                raise FusionError("it reads more values besides its arguments than can be compared on every call")
+            if any(map(is_wrapped, tensors_of(state))):
+                raise FusionError("it reads, besides its arguments, a tensor of a torch.func transform around the call")
+            names, module = frozenset(name for name, _ in tensors(self._module)), weakref.ref(self._module)
+            # Programs are kept for longer than the function.
+            subject = ArraySpec(
+                self._name, members, (0,) * members, names, lambda _: cast(nn.Module, module()), loops=False
+            )
+            compiler = calls.compilers[state, members] = programs.compiler(root(self._function), state, subject)
+            with hinting(_unstacked(arguments, members), members):
                 compiled = compiler.get(self._training, arguments)
         except FusionError as error:
             calls.loops[state, arguments.loose_key] = str(error)
-            return functools.partial(self._looped, members)
+            return self._looped
         # In a loop over members the function issues its own warnings.
         warn_as_alone(self._function, arguments)
         program = bind(compiled, self._module)
-        return lambda call: (
-            self._looped(members, call) if in_transform() and unserved(compiled) else program(call.values)
-        )
+        return lambda call: self._looped(call) if in_transform() and unserved(compiled) else program(call.values)
 
-    def _looped(self, members: int, arguments: Arguments) -> Any:
-        return _looped(self._module, self._name, members, arguments)
+    def _looped(self, arguments: Arguments) -> Any:
+        """Call the function member by member, and stack the results."""
+        rows, members = [], _members(arguments)
+        pairs = zip(arguments.leaves, arguments.values, strict=True)
+        # A member may write to its own row, unless it requires a gradient: all rows have one version counter.
+        inputs = [leaf for kind, leaf in pairs if isinstance(kind, Tensor) or (is_stacked(kind) and leaf.requires_grad)]
+        inputs = [tensor for tensor in inputs if not tensor.is_inference()]
+        versions = [tensor._version for tensor in inputs]
+        with hinting(_unstacked(arguments, members), members):
+            for member in range(members):
+                args, kwargs = arguments.of_member(member)
+                rows.append(self._function(*args, **kwargs))
+                # The write would change the arguments or the gradient of another member.
+                if [tensor._version for tensor in inputs] != versions:
+                    raise FusionError(
+                        f"{self._name} writes into its arguments, and runs in a loop over members, which may share "
+                        "them; let it write into a copy"
+                    )
+        return joined_results(rows)
 
     def find_program(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """Return the program of the last call, with such arguments, or the reason why it ran in a loop over members."""
@@ -191,22 +335,6 @@ class PerModel(PerMemberFunction):
     @property
     def _training(self) -> bool:
         return self._function.training if isinstance(self._function, nn.Module) else True
-
-    def _compiler(self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Compiler:
-        """Return the compiler for the function in ``state``. Raises FusionError if no program can be kept for it."""
-        if state is None:
-            raise FusionError("it reads more values besides its arguments than can be compared on every call")
-        if any(map(is_wrapped, tensors_of(state))):
-            raise FusionError("it reads, besides its arguments, a tensor of a torch.func transform around the call")
-        members = _members(arguments)
-        key = state, members
-        if key not in calls.compilers:
-            if len({cached_state for cached_state, _ in calls.compilers} | {state}) > MAX_STATES:
-                raise FusionError(f"values it reads besides its arguments have changed {MAX_STATES} times")
-            names = frozenset(name for name, _ in tensors(self._module))
-            subject = ArraySpec(self._name, members, (0,) * members, names, lambda _: self._module, loops=False)
-            calls.compilers[key] = programs.compiler(self._function, state, subject)
-        return calls.compilers[key]
 
     def report(self) -> FusionReport:
         """Report how the function runs: one part per program, and a line for each loop over members."""
@@ -253,27 +381,6 @@ def _members(arguments: Arguments) -> int:
     return int(sizes[0])
 
 
-def _looped(function: Callable[..., Any], name: str, members: int, arguments: Arguments) -> Any:
-    """Call the function member by member, and stack the results."""
-    rows = []
-    pairs = zip(arguments.leaves, arguments.values, strict=True)
-    # A member may write to its own row, unless it requires a gradient: all rows have one version counter.
-    inputs = [value for leaf, value in pairs if isinstance(leaf, Tensor) or (is_stacked(leaf) and value.requires_grad)]
-    inputs = [tensor for tensor in inputs if not tensor.is_inference()]
-    versions = [tensor._version for tensor in inputs]
-    with hinting(arguments, members):
-        for member in range(members):
-            args, kwargs = arguments.of_member(member)
-            rows.append(function(*args, **kwargs))
-            # The write would change the arguments or the gradient of another member.
-            if [tensor._version for tensor in inputs] != versions:
-                raise FusionError(
-                    f"{name} writes into its arguments, and runs in a loop over members, which may share them; let it "
-                    "write into a copy"
-                )
-    return stacked_results(rows)
-
-
 # Warnings about shapes that a loss broadcasts: those a single model would get, and one for unstacked targets.
 
 # ``stacklevel`` of the code that calls a `per_model` function.
@@ -295,20 +402,26 @@ def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:
 
 
 @contextmanager
-def hinting(arguments: Arguments, members: int) -> Iterator[None]:
-    """Context manager: add a note to errors if an argument may hold a row for each member, but was not stacked."""
+def hinting(leaves: Iterable[Tensor], members: int) -> Iterator[None]:
+    """Context manager: add a note to errors for unstacked ``leaves`` that may hold a row for each member."""
     try:
         yield
     except Exception as error:
-        outputs = _outputs(arguments)
-        for leaf in _plain(arguments):
-            shape = tuple(leaf.shape)
-            if shape[:1] == (members,) and any(output[: len(shape) - 1] == shape[1:] for output in outputs):
-                error.add_note(
-                    f"every one of the {members} members is given the whole argument of shape {list(shape)}; if it "
-                    "holds one target for each, give hf.stacked(target)"
-                )
+        for leaf in leaves:
+            error.add_note(
+                f"Each of the {members} members was given the whole tensor of shape {list(leaf.shape)}. If it holds "
+                "one batch or target for each, pass hf.stacked(x)."
+            )
         raise
+
+
+def _unstacked(arguments: Arguments, members: int) -> Iterator[Tensor]:
+    """Yield the arguments with a row for each member that has the leading sizes of a member's output."""
+    outputs = _outputs(arguments)
+    for leaf in _plain(arguments):
+        shape = tuple(leaf.shape)
+        if shape[:1] == (members,) and any(output[: len(shape) - 1] == shape[1:] for output in outputs):
+            yield leaf
 
 
 def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:

@@ -24,10 +24,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.array_editing import Kin, Kinds
-from hfusion.array.function_program_cache import note_call
 from hfusion.array.gathered_rows import part_of
-from hfusion.array.ragged_rows import check_ragged, joined_blocks, rows_by_size
-from hfusion.array.unfused_calls import REFUSALS, call_members
+from hfusion.array.per_model import note_call
+from hfusion.array.unfused_calls import REFUSALS, call_by_size, call_members, check_ragged
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
@@ -258,8 +257,7 @@ def run_ragged(fused: FusedModule, arguments: Arguments) -> Any:
 def _run_by_size(fused: FusedModule, arguments: Arguments, rows: Sequence[int]) -> Any:
     """Compute members ``rows`` with one call for each size, and join the results in the members' order."""
     check_members(len(fused), arguments)
-    groups = rows_by_size(arguments, rows)
-    return joined_blocks([(group, _run_rows(fused, group, arguments.of_rows(group))) for group in groups])
+    return call_by_size(arguments, rows, partial(_run_rows, fused))
 
 
 def _run_rows(fused: FusedModule, rows: list[int], arguments: Arguments) -> Any:
@@ -275,7 +273,7 @@ def _run_rows(fused: FusedModule, rows: list[int], arguments: Arguments) -> Any:
             compiled = _checked(array, rows, arguments)
             if compiled.opaque and key[:1] != ("rows",):
                 continue
-            with gradients_of_rows(rows, len(fused)), seeds_of_rows(rows):
+            with gradients_of_rows(rows), seeds_of_rows(rows):
                 try:
                     outputs = bind(compiled, array, len(rows))(arguments.values)
                 except REFUSALS as error:

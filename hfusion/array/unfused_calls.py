@@ -6,7 +6,7 @@ arguments, and some inside the transforms of torch.func.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from hfusion.array.ragged_rows import joined_blocks
 from hfusion.capture.fallback_runtime import OtherSizes
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
-from hfusion.core.layout import Listed, member_values
+from hfusion.core.layout import Listed, member_values, values_of
 from hfusion.core.member_random import member_seeds
 from hfusion.core.memory import has_address
+from hfusion.core.ragged import Ragged
 from hfusion.device.backend import random_states_kept, seed_in_use
 from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.functorch import (
@@ -96,11 +96,7 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, *, writes: b
 
     def run() -> list[Any]:
         results = list(_results(fused, members, arguments, writes))
-        if arguments.ragged:
-            wide = [pytree.tree_map(lambda x: x[None] if isinstance(x, Tensor) else x, result) for result in results]
-            leaves, spec = pytree.tree_flatten(joined_blocks([([row], result) for row, result in enumerate(wide)]))
-        else:
-            leaves, spec = _stacked(results)
+        leaves, spec = _joined(results, any_sizes=bool(arguments.ragged))
         specs.append(spec)
         return leaves
 
@@ -157,29 +153,39 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
             )
 
 
-def stacked_results(results: Sequence[Any]) -> Any:
-    """Return the members' results as one, each tensor ``[B, *S]``; see `member_values` for what is no tensor.
+def joined_results(results: Sequence[Any], any_sizes: bool = False) -> Any:
+    """Return the members' results as one: each tensor ``[B, *S]``; see `member_values` for what is no tensor.
+
+    Args:
+        any_sizes: whether tensors may differ in sizes; they are `Ragged` then.
 
     Raises:
         FusionError: members give different structures, or tensors of different kinds.
     """
-    return pytree.tree_unflatten(*_stacked(results))
+    return pytree.tree_unflatten(*_joined(results, any_sizes))
 
 
-def _stacked(results: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+def _joined(results: Sequence[Any], any_sizes: bool) -> tuple[list[Any], TreeSpec]:
     flat = [pytree.tree_flatten(result) for result in results]
-    kinds = [(spec, list(map(_kind, leaves))) for leaves, spec in flat]
+    kinds = [(spec, [_kind(leaf, any_sizes) for leaf in leaves]) for leaves, spec in flat]
     if (other := next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
         raise FusionError(
-            f"model 0 gives {kinds[0]}, and model {other} {kinds[other]}, which an array cannot stack. "
+            f"model 0 gives {kinds[0]}, and model {other} {kinds[other]}, which an array cannot join. "
             "Return the same structure, shapes and dtypes from all"
         )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return [join(parts) if isinstance(parts[0], Tensor) else member_values(parts) for parts in columns], flat[0][1]
+    return [_joined_leaves(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
 
 
-def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, leaf.device, leaf.layout) if isinstance(leaf, Tensor) else None
+def _kind(leaf: Any, any_sizes: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return None
+    return leaf.dim() if any_sizes else leaf.shape, leaf.dtype, leaf.device, leaf.layout
+
+
+def _joined_leaves(parts: Sequence[Any]) -> Any:
+    if not isinstance(parts[0], Tensor):
+        return member_values(parts)
+    return join(parts) if len({part.shape for part in parts}) == 1 else Ragged(parts)
 
 
 # Failed assertions in forward: the members are called in turn, so that one raises its own error.
@@ -204,3 +210,35 @@ def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: Fusi
     with torch.no_grad():
         for tensor, value in saved_values:
             tensor.copy_(value)
+
+
+# Divide members by the sizes of their batches, and join the results of blocks in the members' order.
+
+
+def check_ragged(members: int, arguments: Arguments) -> None:
+    """Raise a ValueError if a ragged argument does not hold one batch per member."""
+    for leaf in arguments.ragged:
+        if len(leaf) != members:
+            raise ValueError(
+                f"hf.stacked input holds {len(leaf)} batches, of sizes {list(leaf.sizes)}, but the array has {members} "
+                "members; give it one batch per member"
+            )
+
+
+def call_by_size(arguments: Arguments, rows: Sequence[int], call: Callable[[list[int], Arguments], Any]) -> Any:
+    """Call ``call`` with the members among ``rows`` of each size and their arguments, and join the results."""
+    groups: dict[Any, list[int]] = {}
+    for row in rows:
+        groups.setdefault(tuple(leaf[row].shape for leaf in arguments.ragged), []).append(row)
+    results: dict[int, Any] = {}
+    for group in groups.values():
+        try:
+            leaves, spec = pytree.tree_flatten(call(group, arguments.of_rows(group)))
+        except Exception as error:
+            sizes = [list(leaf[group[0]].shape) for leaf in arguments.ragged]
+            error.add_note(f"This is of members {group}, whose tensors have the sizes {sizes}.")
+            raise
+        columns = [[*leaf] if isinstance(leaf, Tensor | Ragged) else values_of(leaf, len(group)) for leaf in leaves]
+        for index, row in enumerate(group):
+            results[row] = pytree.tree_unflatten([column[index] for column in columns], spec)
+    return joined_results([results[row] for row in rows], any_sizes=True)

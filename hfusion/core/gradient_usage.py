@@ -25,6 +25,7 @@ from torch.autograd.graph import Node
 
 from hfusion.core.layout import Listed
 from hfusion.core.membership import Membership, has_rows, mark, own_hook
+from hfusion.core.parameter_attributes import keep_marks
 from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
 from hfusion.torch_private.functorch import in_transform
 
@@ -106,7 +107,6 @@ class _Sink:
     as a mask, whose gradients do not count.
     """
 
-    members: int
     leaves: set[Tensor] = field(default_factory=set)
     excluded: int = 0
 
@@ -117,38 +117,36 @@ class _Pass:
 
     Attributes:
         reached: the members, as a mask, whose rows of each sink the pass has reached.
-        sinks: the reached sinks of each leaf.
         previous_grads: the gradient of each leaf before the pass, and its version.
     """
 
     reached: dict[_Sink, int] = field(default_factory=dict)
-    sinks: dict[Tensor, list[_Sink]] = field(default_factory=dict)
     previous_grads: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
 
     def note(self, sink: _Sink, members: int) -> None:
-        if sink not in self.reached:
-            self.reached[sink] = 0
-            for leaf in sink.leaves:
-                self.sinks.setdefault(leaf, []).append(sink)
-                if leaf not in self.previous_grads:
-                    self.previous_grads[leaf] = leaf.grad, 0 if leaf.grad is None else leaf.grad._version
-        self.reached[sink] = (self.reached[sink] | members) & ~sink.excluded
+        for leaf in sink.leaves if sink not in self.reached else ():
+            if leaf not in self.previous_grads:
+                self.previous_grads[leaf] = leaf.grad, 0 if leaf.grad is None else leaf.grad._version
+        self.reached[sink] = (self.reached.get(sink, 0) | members) & ~sink.excluded
 
-    def live(self, sinks: Sequence[_Sink]) -> int:
+    def live(self, sinks: Iterable[_Sink]) -> int:
         """Return the members, as a mask, for which at least one of ``sinks`` was reached."""
         return functools.reduce(operator.or_, (self.reached.get(sink, 0) for sink in sinks), 0)
 
     def finish(self) -> None:
         """Mark rows that were never reached as absent in the gradients that the pass created or added to."""
         for leaf, (before, version) in self.previous_grads.items():
-            grad, members = leaf.grad, self.sinks[leaf][0].members
-            missing = ((1 << members) - 1) & ~self.live(self.sinks[leaf])
+            grad, live = leaf.grad, self.live(sink for sink in self.reached if leaf in sink.leaves)
+            missing = torch.tensor([not live >> member & 1 for member in range(len(leaf))], device="cpu")
             if not isinstance(leaf, nn.Parameter):
-                setattr(leaf, _MISSING, rows_of_mask(missing, members))
+                setattr(leaf, _MISSING, missing)
             if grad is None or (grad is before and grad._version == version) or grad.layout is not torch.strided:
                 # The pass may accumulate nowhere, as in torch.autograd.grad.
                 continue
-            mark_absent_until_next(leaf, _absent(grad, before, rows_of_mask(missing, members)) if missing else None)
+            # A gradient that was there before stays, and so does one from elsewhere.
+            earlier = missing if before is None else absent_rows(before)
+            absent = None if earlier is None else missing & earlier & _zero_rows(grad, missing)
+            mark_absent_until_next(leaf, absent)
 
 
 def mark_absent_until_next(leaf: Tensor, rows: Tensor | None) -> None:
@@ -167,13 +165,6 @@ def _all_present(leaf: Tensor) -> None:
     # Where the pass is watched, its end finds out which members have a gradient.
     if leaf.grad is not None and (watching is None or leaf not in watching.previous_grads):
         mark_absent(leaf.grad, None)
-
-
-def _absent(grad: Tensor, before: Tensor | None, missing: Tensor) -> Tensor:
-    """Return the members, bool ``[B]``, that have no gradient after a pass that did not reach the ``missing``."""
-    absent = missing & _zero_rows(grad, missing)
-    earlier = absent if before is None else absent_rows(before)
-    return torch.zeros_like(absent) if earlier is None else absent & earlier
 
 
 _passes: dict[int, _Pass] = {}
@@ -202,40 +193,29 @@ class ProgramRun:
     def __init__(self) -> None:
         self._sinks: list[tuple[_Sink, list[Node]]] = []
         self._rows: Sequence[int] | None = getattr(_active, "rows", None)
-        self._total: int = getattr(_active, "total", 0)
-
-    def _members(self, members: int) -> tuple[Sequence[int], int]:
-        """Return the rows that run, and the number of members of the array."""
-        return (range(members), members) if self._rows is None else (self._rows, self._total)
+        self._count = 0
 
     def took(self, rows: Sequence[Tensor]) -> None:
         """Watch the gradients of ``rows``, the inputs of a looped submodule, one for each member."""
-        members, total = self._members(len(rows))
-        self.took_by(members, rows, total)
-
-    def took_by(self, members: Sequence[int], rows: Sequence[Tensor], total: int) -> None:
-        """Watch the gradients of ``rows``, one for each of ``members`` of an array of ``total``."""
+        self._count = len(rows)
         outputs: dict[Node, list[tuple[int, int]]] = {}
-        for member, row in zip(members, rows, strict=True):
+        for member, row in zip(range(len(rows)) if self._rows is None else self._rows, rows, strict=True):
             if isinstance(row, Tensor) and row.grad_fn is not None:
                 outputs.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
-        self._watch(_Sink(total), outputs)
+        self._watch(_Sink(), outputs)
 
     def gave(self, results: Sequence[Any], members: int | None = None) -> None:
         """End the run: watch the gradients of ``results``, and find the parameters behind all watched values.
 
         ``members``: as of `watched`.
         """
-        if members is None and self._sinks:
-            members = len(self._rows) if self._rows is not None else self._sinks[0][0].members
-        if members is None:
-            return
-        rows, total = self._members(members)
-        for result in results:
+        count = members or self._count
+        for result in results if count else ():
             if isinstance(result, Tensor) and result.grad_fn is not None:
-                sink = _Sink(total)
+                sink = _Sink()
                 setattr(result, _SINK, sink)
-                self._watch(sink, {result.grad_fn: [(mask_of(rows), result.output_nr)]})
+                mask = mask_of(range(count) if self._rows is None else self._rows)
+                self._watch(sink, {result.grad_fn: [(mask, result.output_nr)]})
             elif isinstance(result, Listed):
                 self.took(result)
         for sink, nodes in self._sinks:
@@ -253,10 +233,7 @@ class ProgramRun:
 
 def _arrived(sink: _Sink, outputs: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
     """Note the members whose gradients have arrived. ``outputs``: masks of members, each with an output index."""
-    members = 0
-    for mask, result in outputs:
-        if grads[result] is not None:
-            members |= mask
+    members = functools.reduce(operator.or_, (mask for mask, result in outputs if grads[result] is not None), 0)
     if members:
         _pass().note(sink, members)
 
@@ -330,38 +307,28 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
 
     def call(*inputs: Any) -> Any:
         # For an array inside a member of another array, the members of the outer one are tracked.
-        inside = running() is not None
-        if inside or not torch.is_grad_enabled() or in_transform():
-            with _as_run(None):
-                return run(*inputs)
-        program_run = ProgramRun()
-        with _as_run(program_run):
+        outer = running()
+        tracks = outer is None and torch.is_grad_enabled() and not in_transform()
+        program_run = _active.run = ProgramRun() if tracks else None
+        try:
             results = run(*inputs)
-        program_run.gave(results, members)
+        finally:
+            _active.run = outer
+        if program_run is not None:
+            program_run.gave(results, members)
         return results
 
     return call
 
 
 @contextmanager
-def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
-    """Context manager: programs run for members ``rows`` of an array of ``total``."""
-    outer = getattr(_active, "rows", None), getattr(_active, "total", 0)
-    _active.rows, _active.total = rows, total
+def of_rows(rows: Sequence[int]) -> Iterator[None]:
+    """Context manager: programs run for members ``rows`` of an array."""
+    outer, _active.rows = getattr(_active, "rows", None), rows
     try:
         yield
     finally:
-        _active.rows, _active.total = outer
-
-
-@contextmanager
-def _as_run(run: ProgramRun | None) -> Iterator[None]:
-    outer = running()
-    _active.run = run
-    try:
-        yield
-    finally:
-        _active.run = outer
+        _active.rows = outer
 
 
 def mask_of(members: Iterable[int]) -> int:
@@ -369,6 +336,118 @@ def mask_of(members: Iterable[int]) -> int:
     return sum(1 << member for member in members)
 
 
-def rows_of_mask(mask: int, members: int) -> Tensor:
-    """Return a set of members as bool ``[members]``."""
-    return torch.tensor([bool(mask >> member & 1) for member in range(members)], dtype=torch.bool, device="cpu")
+# Parameters of one member of an array: leaves in the memory of a stack's row, whose gradient is a row of the stack's.
+
+# The descriptor of torch, which stores what autograd accumulates in a leaf.
+_LEAF_GRAD: Any = Tensor.grad
+
+
+class RowParameter(nn.Parameter):
+    """A member's parameter. A copy, by deepcopy or pickle, is a parameter by itself."""
+
+    # The class of the parameter where it is by itself: nn.Parameter, or one that a user has derived from it.
+    _hfusion_kind: type[nn.Parameter] = nn.Parameter
+    _hfusion_row: tuple[Tensor, int]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The row of the stack's gradient, a view; None if the member has no gradient."""
+        stack, row = self._hfusion_row
+        whole = stack.grad
+        absent = None if whole is None else absent_rows(whole)
+        return None if whole is None or (absent is not None and absent[row]) else whole.detach()[row]
+
+    @grad.setter
+    @torch.no_grad()
+    def grad(self, value: Tensor | None) -> None:
+        stack, row = self._hfusion_row
+        if value is not None:
+            # Torch checks the shape, dtype and device.
+            _LEAF_GRAD.__set__(self, value)
+            _LEAF_GRAD.__set__(self, None)
+        if stack.grad is None:
+            if value is None:
+                return
+            stack.grad = torch.zeros_like(stack)
+            absent = torch.ones(len(stack), dtype=torch.bool, device="cpu")
+        else:
+            before = absent_rows(stack.grad)
+            absent = torch.zeros(len(stack), dtype=torch.bool, device="cpu") if before is None else before.clone()
+            if stack.grad.layout is not torch.strided:
+                stack.grad = stack.grad.to_dense()
+        target = stack.grad.detach()[row]
+        absent[row] = value is None
+        if value is None:
+            target.zero_()
+        elif value.data_ptr() != target.data_ptr():
+            target.copy_(value.to_dense() if value.layout is not torch.strided else value)
+        if absent.all():
+            stack.grad = None
+            return
+        mark_absent_until_next(stack, absent)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = _alone(self, self.detach().clone(memory_format=torch.preserve_format))
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        alone = keep_marks(_alone(self, self.detach()), self)
+        return alone.__reduce_ex__(protocol)
+
+
+def tie(parameter: Any, stack: Tensor, row: int) -> None:
+    """Make ``parameter``, which lies in the memory of a row of ``stack``, that member's parameter."""
+    if not isinstance(parameter, RowParameter):
+        kind: Any = type(parameter)
+        parameter.__class__ = _row_class(kind)
+        if (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference():
+            trained = parameter.requires_grad
+            # A hook can be registered only where a gradient is required, and stays when it is not.
+            parameter.requires_grad_().register_post_accumulate_grad_hook(_add_to_row)
+            parameter.requires_grad_(trained)
+    parameter._hfusion_row = stack, row
+
+
+def untie(parameter: Any) -> None:
+    """Make a member's parameter one by itself, without a gradient."""
+    if not hasattr(parameter, "_hfusion_row"):
+        return
+    del parameter._hfusion_row
+    parameter.__class__ = parameter._hfusion_kind
+    hooks = parameter._post_accumulate_grad_hooks
+    for key in [key for key, hook in (hooks or {}).items() if hook is _add_to_row]:
+        del hooks[key]
+
+
+@functools.cache
+def _row_class(kind: Any) -> type[RowParameter]:
+    """Return the class for parameters of a class that users have derived from nn.Parameter."""
+    own = {"__module__": kind.__module__, "_hfusion_kind": kind}
+    return RowParameter if kind is nn.Parameter else type(kind.__name__, (RowParameter, kind), own)
+
+
+def _alone(parameter: RowParameter, values: Tensor) -> nn.Parameter:
+    copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    copied.__class__ = parameter._hfusion_kind
+    return copied
+
+
+def lies_in(tensor: Tensor, stack: Tensor, row: int) -> bool:
+    """Return whether a member's ``tensor`` lies in its row of ``stack``."""
+    kinds = tensor.dtype == stack.dtype and tensor.device == stack.device and tensor.shape == stack.shape[1:]
+    address = stack.data_ptr() + row * stack.stride(0) * stack.element_size()
+    return kinds and (tensor.data_ptr() == address or not tensor.numel()) and tensor.stride() == stack.stride()[1:]
+
+
+@own_hook
+def _add_to_row(parameter: RowParameter) -> None:
+    """Add what autograd has accumulated in a member's parameter to its row of the stack's gradient."""
+    new, before = _LEAF_GRAD.__get__(parameter), parameter.grad
+    _LEAF_GRAD.__set__(parameter, None)
+    parameter.grad = new if before is None else before + new

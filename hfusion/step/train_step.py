@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hfusion.array.function_program_cache import programs_of
 from hfusion.array.module import FusedModule
-from hfusion.array.per_model import PerModel
+from hfusion.array.per_model import PerModel, programs_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Location

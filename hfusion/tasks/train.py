@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.array.function_program_cache import FunctionPrograms
-from hfusion.array.per_model import PerModel
+from hfusion.array.per_model import FunctionPrograms, PerModel
 from hfusion.capture.registered_tensors import device_of, tensors
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import first_line
