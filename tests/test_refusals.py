@@ -21,7 +21,6 @@ from torch.nn.utils import prune
 from torch.optim import lr_scheduler as ls
 
 import hfusion as hf
-from hfusion.core.guards import Assumptions
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark
 from hfusion.core.ragged import Ragged
@@ -117,7 +116,7 @@ ONE, WIDTHS = mlp(), itertools.count(2)
 LOADER = [(torch.ones(2, 4), torch.tensor([0, 1]))]
 # What lines name besides what this file defines.
 NAMES: dict[str, Any] = {
-    "Assumptions": Assumptions, "ComputeRates": ComputeRates, "F": F, "Parameter": Parameter, "Ragged": Ragged,
+    "ComputeRates": ComputeRates, "F": F, "Parameter": Parameter, "Ragged": Ragged,
     "Rates": Rates, "check_losses": check_losses, "ls": ls, "normal": normal, "np": np, "optim": hf.optim,
     "per_member": hf.optim.lr_scheduler.PerMember, "prune": prune, "weakref": weakref,
 }  # fmt: skip
@@ -345,11 +344,6 @@ OTHERS: list[tuple[str, type[Exception], str | None]] = [
     ("fused.nothing", AttributeError, "no attribute 'nothing'"),
     ("two_groups().fused", AttributeError, r"the members are 2 groups.*pop\.groups"),
     ("two_groups().optimizer", AttributeError, "the members are 2 groups"),
-    ("Assumptions(((None,),), \"__import__('os').system('')\")", ValueError, None),
-    ("Assumptions(((None,),), \"L['t0'].__class__\")", ValueError, None),
-    ("Assumptions(((None,),), \"torch.load('x')\")", ValueError, None),
-    ("Assumptions(((None,),), '[x for x in L]')", ValueError, None),
-    ("Assumptions(((None,),), '1 +')", SyntaxError, None),
 ]
 
 LINES: dict[str, tuple[type[Exception], str | None]] = {

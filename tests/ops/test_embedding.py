@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hfusion.ops.index import own_rows, rows_of_all
-from hfusion.ops import index
 from tests.oracle import Case, check, t
 
 aten = torch.ops.aten
