@@ -92,7 +92,6 @@ def _put(population: Population, row: int, member: dict[str, Any]) -> None:
             f"{tag!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
             "a function that makes a scheduler does not go to another rank; give both members the same one"
         )
-    group.check_between()
     group.drop_gradients()
     name = group.table["tag"][row]
     for kind, table in own.items():

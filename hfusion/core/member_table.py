@@ -104,10 +104,13 @@ class MemberTable:
             if isinstance(values, Tensor):
                 if name not in self.columns:
                     self.begin(name, values)
-                column = self.columns[name]
+                column, values = self.columns[name], values[: len(rows)]
+                if isinstance(rows, range) and rows.start == 0:
+                    column[: len(rows)].copy_(values)
+                    continue
                 if column.device not in index:
                     index[column.device] = torch.tensor(list(rows), device=column.device)
-                column.index_copy_(0, index[column.device], values[: len(rows)].to(column.device, column.dtype))
+                column.index_copy_(0, index[column.device], values.to(column.device, column.dtype))
             else:
                 entries = self.columns.setdefault(name, [None] * self.rows)
                 for row, entry in zip(rows, values, strict=False):

@@ -104,12 +104,14 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tens
 # Rows of at least this many bytes are copied one by one. Copying all at once needs fresh memory; getting it from the
 # system took fifty times as long as copying eight rows of 4 MiB (two cores).
 _LARGE_ROW = 1 << 16
+# So are this many rows: making tensors of indices would take longer than copying them.
+_FEW_ROWS = 2
 
 
 def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
     """Copy rows ``(index, source)`` within a stack, as if all were read before one is written."""
     indices, origins = zip(*changed, strict=True)
-    if stack[0].numel() * stack.element_size() < _LARGE_ROW:
+    if len(changed) > _FEW_ROWS and stack[0].numel() * stack.element_size() < _LARGE_ROW:
         target_rows = torch.tensor(indices, device=stack.device)
         stack.index_copy_(0, target_rows, stack[torch.tensor(origins, device=stack.device)])
         return

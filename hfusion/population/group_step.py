@@ -17,7 +17,7 @@ from hfusion.device.backend import backend
 from hfusion.optim.hyper import HyperValue
 from hfusion.population.evaluation import check_entries
 from hfusion.population.group_options import limits_of_new, value_of
-from hfusion.population.grouping import part, settle_waiting
+from hfusion.population.grouping import part
 from hfusion.population.members import nonfinite
 from hfusion.population.training_group import DeferredUpdates, TrainingGroup
 from hfusion.step.memory_budget import state_bytes
@@ -30,7 +30,6 @@ def step_groups(
     population: Population, inputs: Any, target: Any, rows: Sequence[int] | None, weights: Any, keywords: dict[str, Any]
 ) -> Tensor:
     """Train the members of several groups for one step; see `Population.step`."""
-    settle_waiting(population)
     if rows is None:
         check_entries((inputs, target, keywords), len(population))
     if not population._held_groups:

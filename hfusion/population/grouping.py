@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -263,14 +262,6 @@ def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTab
     group.put_rows([row], tables["member"])
 
 
-def settle_waiting(population: Population) -> None:
-    """Let plain members that were split off a group join another, unless members are amid an update together."""
-    if population._unsettled and not any(group._common and group.table.underway for group in population._groups):
-        waiting = [group for group in population._unsettled if group in population._groups]
-        population._unsettled = []
-        settle(population, waiting)
-
-
 def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
     """Move plain members that have just been added, with their state, into groups of members like them."""
     joining: dict[int, tuple[TrainingGroup, list[TrainingGroup]]] = {}
@@ -293,10 +284,7 @@ def _target(population: Population, group: TrainingGroup, moving: set[int]) -> T
     candidates = [
         other
         for other in population._groups
-        if other.number not in moving
-        and frozenset((other.number, group.number)) not in population._apart
-        and bool(other.signature == group.signature)
-        and may_share(other.model, model)
+        if other.number not in moving and bool(other.signature == group.signature) and may_share(other.model, model)
     ]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
@@ -314,7 +302,6 @@ def _unite(population: Population, target: TrainingGroup, groups: Sequence[Train
             index = population._groups.index(target)
             united = population._group_of([copy_member_state(target, 0), *states], ())
             population._add(united, [target.live[0], *rows], TWINS, index)
-            _inherit(population, target, united)
             target.release([0])
         else:
             _receive(target, states, rows)
@@ -345,7 +332,6 @@ def part(
     or have batches of another size; they stay with a member that reads the same state. Raises the error itself if it
     does not tell the members apart.
     """
-    group.check_between()
     population.check_hooks()
     live = group.table.live
     if chosen is None:
@@ -367,14 +353,10 @@ def part(
     for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):
         new = population._group_of(of_part, shared)
         population._add(new, [old_rows[local] for local in rows], why, index + number)
-        _inherit(population, group, new)
         new_groups.append(new)
-    population._apart |= {frozenset((first.number, second.number)) for first, second in combinations(new_groups, 2)}
     group.release(range(len(group)))
     population._parted = True
     population._changed()
-    # Not now: another group that they may join may have made this step already.
-    population._unsettled += [new for new in new_groups if new.is_plain]
     return new_groups
 
 
@@ -422,9 +404,3 @@ def _message(error: ForwardsDiffer, group: TrainingGroup, chosen: Sequence[int] 
         return f"row {group.rows[local]}"
 
     return re.sub(r"\bmodel (\d+)", row, str(error).split(". Fuse ")[0])
-
-
-def _inherit(population: Population, old: TrainingGroup, new: TrainingGroup) -> None:
-    """Keep group ``new`` apart from all groups that ``old`` was kept apart from."""
-    others = [next(iter(pair - {old.number})) for pair in population._apart if old.number in pair]
-    population._apart |= {frozenset((other, new.number)) for other in others}

@@ -34,8 +34,6 @@ def start(
     """Add models as plain members, which then join groups of members like them; see `Population.start`."""
     models = listed("model", model, nn.Module)
     tags = [None] * len(models) if tag is None else listed("tag", tag, str)
-    for group in population._groups:
-        group.check_between()
     taken, count = population.tags, len(models)
     rows = (population._layout.free or [len(population)])[:1] if row is None else rows_of(row, len(population))
     check_start(rows, tags, taken, count)
@@ -77,8 +75,6 @@ def start(
 def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy members by pairs of rows; see `Population.copy`."""
     moves = [(source, target) for source, target in pairs if source != target]
-    for group in population._groups:
-        group.check_between()
     layout = population._layout
     for source, _ in moves:
         group, local = layout.slot_of(source)

@@ -53,6 +53,7 @@ def weigh_samples(target: Any, weights: Any, device: torch.device) -> dict[str, 
     return {"target": target, "samples": weights}
 
 
+@functools.lru_cache(maxsize=64)
 def check_keyword(kind: type[nn.Module], name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
     if name in _parameters(kind.forward):

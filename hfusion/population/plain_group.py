@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -26,44 +26,6 @@ from hfusion.device.backend import active_autocast
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.members import History
 from hfusion.population.training_group import TrainingGroup
-
-
-class PlainStep:
-    """A training step of one model by autograd, with what a group uses of the steps of `hfusion.train_step`."""
-
-    compilations = 0
-    # A single member cannot be divided.
-    budget = None
-
-    def __init__(self, group: PlainGroup, loss: Callable[..., Any]) -> None:
-        self._group, self._loss = group, loss
-        self.known_calls: set[str] = set()
-        self.expected_calls: set[str] = set()
-        self.keys: Tensor | None = None
-        self.idle: frozenset[int] = frozenset()
-        self.at_once: int | None = None
-
-    def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
-        """Return the losses ``[1]`` of one step. Raises ValueError for a loss that is no number with a gradient."""
-        args, kwargs = call_arguments(inputs, keywords)
-        if not isinstance(inputs, Tensor) or kwargs:
-            args, kwargs = of_row(args), of_row(kwargs)
-        if not isinstance(target, Tensor):
-            target = of_row(target)
-        group = self._group
-        group.drop_gradients()
-        with torch.enable_grad():
-            loss = self._loss(group.model(*args, **kwargs), target)
-            check_losses(loss, trains=any(param.requires_grad for param in group.parameters()))
-            with ExitStack() as stack:
-                # As torch advises: an autocast is for forward and loss.
-                for kind, _ in active_autocast() or ():
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-                if loss.requires_grad:
-                    loss.backward()
-        step_losses: Tensor = loss.detach().reshape(1)
-        group._computed(step_losses)
-        return step_losses
 
 
 class PlainGroup(TrainingGroup):
@@ -106,7 +68,7 @@ class PlainGroup(TrainingGroup):
                 module.training = training
 
     def __getstate__(self) -> dict[str, Any]:
-        listed = {"_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named"}
+        listed = {"_loss", "_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named"}
         state = {name: value for name, value in super().__getstate__().items() if name not in listed}
         return {**state, "_shared": [name for name, tensor in tensors(self.model) if _is_shared(tensor)]}
 
@@ -120,7 +82,32 @@ class PlainGroup(TrainingGroup):
         super()._prepare(expected_calls)
 
     def _make_step(self, expected_calls: Iterable[str]) -> None:
-        self._step = cast(Any, PlainStep(self, self._losses()[1]))
+        self._loss = self._weighted_loss()
+
+    @property
+    def known_calls(self) -> list[str]:
+        return []
+
+    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+        """Compute loss and gradients by autograd. Raises ValueError for a loss that is no number with a gradient."""
+        args, kwargs = call_arguments(inputs, keywords)
+        if not isinstance(inputs, Tensor) or kwargs:
+            args, kwargs = of_row(args), of_row(kwargs)
+        if not isinstance(target, Tensor):
+            target = of_row(target)
+        self.drop_gradients()
+        with torch.enable_grad():
+            loss = self._loss(self.model(*args, **kwargs), target)
+            check_losses(loss, trains=any(param.requires_grad for param in self.parameters()))
+            with ExitStack() as stack:
+                # As torch advises: an autocast is for forward and loss.
+                for kind, _ in active_autocast() or ():
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                if loss.requires_grad:
+                    loss.backward()
+        losses: Tensor = loss.detach().reshape(1)
+        self._computed(losses)
+        return losses
 
     def _list_tensors(self) -> None:
         """Cache the tensors: a step reads them five times, and walking the modules took half its overhead."""

@@ -85,13 +85,12 @@ class Population:
             and leaves it out until it is stopped, overwritten or thawed. ``"raise"`` undoes the step of all members and
             raises a NonFiniteError that names it. ``"ignore"`` continues. Other members are never affected.
         tags: the members' names, also in checkpoints; "member 0" and so on by default.
-        compile, memory: as in `hfusion.train_step`, for arrays; ``memory`` is the limit of a step of all members. Steps
-            run eagerly if members train a parameter together.
+        compile, memory: as in `hfusion.train_step`, for arrays; ``memory`` is the limit of a step of all members.
         processes: the number of processes that train plain members, this one included; by default this one alone. The
             others are forks, see "Use all CPU cores" in docs/different-models.md.
 
     Raises:
-        FusionError: models in different groups train one tensor together.
+        FusionError: models train one tensor together.
         ValueError: options exclude each other, or the optimizer is not one of hf.optim.
 
     Example:
@@ -171,10 +170,6 @@ class Population:
         self._names = Names()
         self._history = History()
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
-        # Pairs of groups, by number, whose members look alike but whose forwards differ.
-        self._apart: set[frozenset[int]] = set()
-        # Plain members that were split off a group, and may join another before the next step.
-        self._unsettled: list[TrainingGroup] = []
         self._prepare()
 
     def _prepare(self) -> None:
@@ -438,7 +433,7 @@ class Population:
         Raises:
             ValueError: rows are out of range, free or repeated; a stacked argument has another number of members; or
                 weights are negative, all 0 for a member, or used with a loss without values of samples.
-            FusionError: ``rows`` with a hook or a trained parameter that all members share.
+            FusionError: ``rows`` with a hook of all members.
         """
         for name in [name for name, value in (("rows", rows), ("weights", weights)) if value is not None]:
             for group in self._groups:
@@ -552,8 +547,6 @@ class Population:
         """Add free rows at the end, for at least ``count`` more members."""
         if not is_row(count) or isinstance(count, bool) or count < 1:
             raise ValueError(f"grow by {count!r}: a whole number of rows, one at least")
-        for group in self._groups:
-            group.check_between()
         self._size += int(count)
         if not self._parted:
             self.array.grow(int(count))

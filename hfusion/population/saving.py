@@ -24,8 +24,8 @@ from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
-from hfusion.population.group_options import LIMITS, GroupOptions, OnNonfinite, check_limits, common_value
-from hfusion.population.grouping import Candidates, grouped, settle_waiting, shared_frozen
+from hfusion.population.group_options import LIMITS, GroupOptions, OnNonfinite, check_limits
+from hfusion.population.grouping import Candidates, grouped, shared_frozen
 from hfusion.population.members import Event, EventKind
 from hfusion.population.plain_group import group_of
 from hfusion.population.training_group import TrainingGroup
@@ -53,8 +53,6 @@ def save(
 
 def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
     """Return copies of all that a save holds. Raises CheckpointError during an update, or if all rows are free."""
-    # Members that wait to join a group of members like them do so now, as before the next step.
-    settle_waiting(population)
     groups = population._groups
     if not population._layout.live:
         raise CheckpointError("every row of the population is free: there is no member to save")
@@ -80,10 +78,8 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
 
 
 def _gathered_group(group: TrainingGroup) -> SaveWriter:
-    """Return copies of all that is saved of one group. Raises CheckpointError during an update."""
+    """Return copies of all that is saved of one group."""
     table = group.table
-    if group._common and table.underway:
-        raise CheckpointError("members train a parameter together, and are amid an update: save after it")
     group.settle()
     writer = SaveWriter(table.live, {"members": [table.tag(row) for row in table.live]}, {})
     gather(writer, group.fused, group.optimizer, group.scheduler, group.scaler)
@@ -99,7 +95,7 @@ def _gathered_group(group: TrainingGroup) -> SaveWriter:
         "accumulate": group.options.initial_calls,
         "on_nonfinite": group.options.on_nonfinite,
         "first": group._widths.first,
-        "known": sorted(group._step.known_calls),
+        "known": group.known_calls,
     }
     return writer
 
@@ -294,7 +290,8 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
         for kind, table in group.saved_tables().items():
             table.columns |= columns[kind]
         group.table.holds = group.table.underway
-        group._step.expected_calls |= known
+        if not group.is_plain:
+            group._step.expected_calls |= known
 
 
 def _saved_columns(reader: SaveReader, place: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -340,5 +337,3 @@ def _check_progress(reader: SaveReader, group: TrainingGroup, members: dict[str,
                 f"{int(saved[row])} calls: leave accumulate out"
             )
         members["calls"] = saved = given
-    if group._common and common_value(saved) is None:
-        raise CheckpointError(f"accumulate={saved.tolist()}: members train a parameter together, and so update")

@@ -20,13 +20,10 @@ from hfusion.array.array_editing import written_keys
 from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
-from hfusion.array.per_model import per_model
 from hfusion.capture.registered_tensors import device_of
-from hfusion.compiler.arguments import Arguments
-from hfusion.core.calls import StackedInput, call_arguments, is_stacked
+from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.member_random import keyed
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member
 from hfusion.core.ragged import Ragged
@@ -42,7 +39,6 @@ from hfusion.population.group_options import LIMITS, GroupOptions, check_calls, 
 from hfusion.population.grouping import signature
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighed, weighted
 from hfusion.population.members import EventKind, GroupTable, History, key_of, no_best
-from hfusion.step.eager_step import EagerStep, backward
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
 
@@ -72,6 +68,8 @@ class TrainingGroup:
     is_plain = False
     deferred: DeferredUpdates | None = None
     _weighs_samples = False
+    # Whether a member accumulates the gradients of several calls, as of this step.
+    _sums = False
     # The kind of loss that the step was made for: with weights of calls, with weights of samples.
     _made_for = (False, False)
 
@@ -89,11 +87,6 @@ class TrainingGroup:
         self.gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self._widths = Widths(table.rows)
         self._prepare(())
-        # Whether members train a parameter together.
-        self._common = any(p.requires_grad and not is_per_member(p) for p in self.parameters())
-        if self._common and bool((table["calls"] != table["calls"][0]).any()):
-            calls = table["calls"].tolist()
-            raise ValueError(f"accumulate={calls}: members who train a parameter together make an update together")
 
     @classmethod
     def begin(cls, module: Any, options: GroupOptions, origins: Sequence[int], history: History) -> TrainingGroup:
@@ -102,7 +95,16 @@ class TrainingGroup:
         Args:
             module: the array, or the model of a `PlainGroup`.
             origins: for each row, the initial member of the population whose options it has.
+
+        Raises:
+            FusionError: members train a parameter together.
         """
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not is_per_member(parameter):
+                raise FusionError(
+                    f"{name} is one parameter that all members train, and each member of a population trains as if "
+                    "alone: freeze it, give each member its own by copy.deepcopy, or use hf.fuse and hf.train_step"
+                )
         optimizer, makes = options.optimizer_of(module, origins), options.schedules
         scheduler = None if makes is None else PerMember(optimizer, [makes[row] for row in origins])
         table = GroupTable(options.numbers.take(origins), history)
@@ -112,9 +114,9 @@ class TrainingGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_finite", "_step", "_together", "_chosen", "deferred"}
+        dropped = {"_finite", "_step", "_chosen", "deferred"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
-        return {**state, "known": sorted(self._step.known_calls)}
+        return {**state, "known": self.known_calls}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: value for name, value in state.items() if name != "known"})
@@ -127,10 +129,10 @@ class TrainingGroup:
         self._make_step(expected_calls)
 
     def _make_step(self, expected_calls: Iterable[str]) -> None:
-        function, loss = self._losses()
         options = self.options
-        self._together = EagerStep(self.fused, per_model(function))
-        self._step = train_step(self.fused, loss, self.optimizer, compile=options.compile, memory=options.memory)
+        self._step = train_step(
+            self.fused, self._weighted_loss(), self.optimizer, compile=options.compile, memory=options.memory
+        )
         self._step.update = self._computed
         self._step.at_once = self._widths.at_once(len(self))
         self._step.expected_calls |= set(expected_calls)
@@ -143,12 +145,17 @@ class TrainingGroup:
         # Called with programs that a step creates, before they run.
         self.fused._on_program = hold_written
 
-    def _losses(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the loss for targets with weights of samples, if there are any; and the one with weights of calls."""
+    @property
+    def known_calls(self) -> list[str]:
+        """The kinds of calls that need no further eager step to determine how they run."""
+        return sorted(self._step.known_calls)
+
+    def _weighted_loss(self) -> Callable[..., Any]:
+        """Return the loss for targets with the weights of calls and samples that are used now."""
         weighs = self._made_for[0] or self.scaler is not None or self._sums_gradients()
         self._made_for = weighs, self._weighs_samples
-        function = sample_weighted(self.options.loss) if self._weighs_samples else self.options.loss
-        return function, weighted(function) if weighs else function
+        loss = sample_weighted(self.options.loss) if self._weighs_samples else self.options.loss
+        return weighted(loss) if weighs else loss
 
     def __len__(self) -> int:
         """The number of rows, free ones too."""
@@ -286,26 +293,29 @@ class TrainingGroup:
         return bool((self.table["calls"] > 1).any())
 
     def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        table, sums = self.table, self._sums_gradients()
+        table = self.table
         if self.deferred is not None:
             self.deferred.stepped.append(self)
         self.settle_call()
-        if self._made_for != (self._made_for[0] or sums, self._weighs_samples):
+        self._sums = self._sums_gradients()
+        if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
             self._make_step(())
-        self._step.keys, free = table["key"], table.free
-        self._step.idle = frozenset(free)
-        if self._step.budget is not None:
+        if self._made_for[0]:
+            weights = table["calls"].double().reciprocal()
+            weights = weights if self.scaler is None else self.scaler.scale(weights)
+            target = weighed(target, weights, device_of(self.fused))
+        losses = self._call(inputs, target, keywords)
+        is_free = ~table["alive"]
+        return losses.masked_fill(is_free.to(losses.device), math.nan) if bool(is_free.any()) else losses
+
+    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+        """Compute losses and gradients, and call `_computed`. Returns losses ``[rows of the group]``."""
+        step = self._step
+        step.keys, step.idle = self.table["key"], frozenset(self.table.free)
+        if step.budget is not None:
             summed = sum(p.nbytes for p in self.parameters() if p.requires_grad)
-            self._step.budget.held = self.elsewhere + (summed if sums else 0)
-        if self._common:
-            losses = self._step_together(inputs, target, keywords)
-        else:
-            if self._made_for[0]:
-                weights = table["calls"].double().reciprocal()
-                weights = weights if self.scaler is None else self.scaler.scale(weights)
-                target = weighed(target, weights, device_of(self.fused))
-            losses = self._step(inputs, target, **keywords)
-        return torch.where(table["alive"].to(losses.device), losses, math.nan) if free else losses
+            step.budget.held = self.elsewhere + (summed if self._sums else 0)
+        return step(inputs, target, **keywords)
 
     def settle_call(self) -> None:
         """Before a call: save the tensors that forward may write to, if they may have to be restored."""
@@ -319,35 +329,6 @@ class TrainingGroup:
         table.holds = True
         table.hold(self.fused, self._written())
 
-    def _step_together(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        """Make an eager step of members that train a parameter together. Returns losses ``[rows of the group]``."""
-        table = self.table
-        if not table.underway:
-            self.optimizer.zero_grad()
-            self.fused.zero_grad()
-        args, kwargs = call_arguments(inputs, keywords)
-        training = {row for row in table.live if not bool(table["frozen"][row])}
-        scales = torch.ones(len(self), dtype=torch.float64, device="cpu")
-        scales = (scales if self.scaler is None else self.scaler.scale(scales)) / int(table["calls"][0])
-
-        def of_block(losses: Tensor, rows: range) -> None:
-            chosen = [row - rows.start for row in rows if row in training]
-            if chosen:
-                block_scales = scales[rows.start : rows.stop].to(losses)
-                backward((losses * block_scales)[chosen])
-
-        budget = self._step.budget
-        block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).eager.block
-        with keyed(self._step.keys):
-            values, _ = self._together.run(args, kwargs, target, block, budget is not None, of_block)
-        if not training:
-            return values
-        table["spoilt"] |= ~values.isfinite().cpu()
-        due = table.count(table["alive"])
-        if bool((due & table["alive"]).any()):
-            self._update(values, due)
-        return values
-
     def _computed(self, losses: Tensor) -> None:
         """Handle the gradients of a call; make the update if it is the last call of one."""
         table = self.table
@@ -355,7 +336,7 @@ class TrainingGroup:
             self._update(losses, None)
             return
         table["spoilt"] |= ~losses.isfinite().cpu()
-        if not self._sums_gradients():
+        if not self._sums:
             self._update(losses, ~self._none())
             return
         training = table["alive"] & ~table["frozen"]
@@ -373,8 +354,7 @@ class TrainingGroup:
         if not table.underway:
             return False
         due = table["done"] > 0
-        if not self._common:
-            table.hand_over(self.named_parameters(), due)
+        table.hand_over(self.named_parameters(), due)
         # Losses that are not finite were noted at each call.
         self._update(torch.zeros(len(self), device="cpu"), due)
         return True
@@ -404,8 +384,6 @@ class TrainingGroup:
             overflown = self.scaler.unscale_(self.optimizer)
         if self.options.on_nonfinite != "ignore" and (bad := self.bad_members(losses, due)) is not None:
             table.freeze(bad, self.options.on_nonfinite == "raise")
-            if self.scaler is None:
-                self._check_common()
         is_frozen = bool(table["frozen"].any())
         if is_frozen and self.options.on_nonfinite != "ignore":
             table.put_back(self.fused, table["frozen"])
@@ -440,30 +418,20 @@ class TrainingGroup:
         bad: Tensor = table["spoilt"]
         # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
         if self.scaler is None:
-            grads = [(p.grad, is_per_member(p)) for p in self.parameters() if p.grad is not None]
-            if not all_finite([grad for grad, _ in grads], losses, self._finite):
-                stacks = [grad.reshape(len(self), -1) for grad, own in grads if own]
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            if not all_finite(grads, losses, self._finite):
+                stacks = [grad.reshape(len(self), -1) for grad in grads]
                 bad = bad | ~losses.detach().isfinite().cpu() | overflowing(stacks, len(self))
             elif due is None or not bool(bad.any()):
                 return None
         bad = bad & table["alive"] & ~table["frozen"]
         return bad if due is None else bad & due
 
-    def _check_common(self) -> None:
-        """Raise a FusionError where a gradient that all members share is not finite."""
-        for name, param in self.named_parameters():
-            if param.grad is not None and not is_per_member(param) and not bool(param.grad.isfinite().all()):
-                raise FusionError(
-                    f"the gradient of {name}, which all members train together, is not finite: one member that "
-                    "diverges spoils it for all, so that none can go on as if healthy; freeze it, or give each member "
-                    "its own"
-                )
-
     def _clip(self) -> None:
-        """Clip gradients, first by value, then by norm; those of parameters that all members share are not clipped."""
+        """Clip gradients, first by value, then by norm."""
         if not any(name in self.table for name in LIMITS):
             return
-        params = [p for p in self.parameters() if p.grad is not None and is_per_member(p)]
+        params = [p for p in self.parameters() if p.grad is not None]
         if params and "clip_value" in self.table:
             clip_grad_value_(params, self.table["clip_value"])
         if params and "clip_norm" in self.table:
@@ -482,13 +450,7 @@ class TrainingGroup:
 
     def _step_some(self, rows: list[int], arguments: tuple[Any, Any, dict[str, Any]]) -> Tensor:
         """Make a step of members ``rows`` as a small group, and write its state back."""
-        if self._common and self._sums_gradients():
-            raise ValueError(
-                f"rows={rows}: members who train a parameter together make its updates together, of accumulate= calls "
-                "of all: step all rows, or have accumulate=1"
-            )
-        # Members that train a parameter together all contribute to its gradient.
-        width = len(rows) if self._common else self._widths.of(len(rows))
+        width = self._widths.of(len(rows))
         if self._chosen is None or not self._chosen.fits(self):
             self._chosen = ChosenRows.of(self, [*rows, *list(rows[:1]) * (width - len(rows))])
         chosen, part = self._chosen, self._chosen.part
@@ -581,15 +543,8 @@ class TrainingGroup:
         width = self._widths.of(rows + count)
         self.arrange([*range(rows), *[0] * (width - rows)], range(rows, width))
 
-    def check_between(self) -> None:
-        """Raise a ValueError if members that train a parameter together have an unfinished update."""
-        if self._common and self.table.underway:
-            progress = f"{int(self.table['done'].max())} of {int(self.table['calls'][0])} steps of an update are made"
-            raise ValueError(f"{progress}: members who train a parameter together start and are copied between updates")
-
     def arrange(self, sources: Sequence[int], free: Iterable[int] = ()) -> None:
         """Let row b be the former row ``sources[b]``; the new rows ``free`` have no member."""
-        self.check_between()
         self.drop_gradients()
         rearrange_array(self.fused, sources)
         rearrange_optimizer(self.optimizer, sources, {})
@@ -658,7 +613,7 @@ class ChosenRows:
         params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
         state = GatheredState.of(whole.optimizer, params, places)
         part = TrainingGroup(array.array, state.part, None, whole.scaler, whole.options, whole.table.take(places))
-        part._step.expected_calls |= whole._step.known_calls
+        part._step.expected_calls |= set(whole.known_calls)
         return ChosenRows(part, array, state)
 
     def fits(self, whole: TrainingGroup) -> bool:
@@ -674,7 +629,7 @@ class ChosenRows:
         part.scaler = None if whole.scaler is None else whole.scaler.of_rows(places)
         part.gradient_hooks, part._weighs_samples = whole.gradient_hooks, whole._weighs_samples
         part.deferred, part._widths = whole.deferred, whole._widths
-        part._step.at_once = None if whole._common else whole._widths.at_once(width)
+        part._step.at_once = whole._widths.at_once(width)
 
     def store(self, whole: TrainingGroup, rows: Sequence[int]) -> None:
         """Write the state of the first members of ``part`` back to members ``rows`` of ``whole``."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.membership import is_per_member, member_rows, membership
+from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import is_better, numbers
 from hfusion.core.row_indices import rows_of, write_rows
 from hfusion.population.members import NO_BEST
@@ -42,16 +42,6 @@ def _stacks(population: Population) -> list[tuple[TrainingGroup, dict[str, Tenso
         group.settle()
         stacks.append((group, dict(member_tensors(group.fused))))
     return stacks
-
-
-def _check_independent(group: TrainingGroup) -> None:
-    """Raise a ValueError if members train a tensor together, which then belongs to no member's best weights."""
-    for name, parameter in group.named_parameters():
-        if parameter.requires_grad and not is_per_member(parameter):
-            raise ValueError(
-                f"the best weights of each member: {name} is one tensor that all members train. Freeze it, or give "
-                "each member its own by copy.deepcopy"
-            )
 
 
 class BestMembers:
@@ -99,15 +89,13 @@ class BestMembers:
         ``metrics`` has a number for each row; NaN is no improvement.
 
         Raises:
-            ValueError: another number of metrics, or a tensor that all members train together.
+            ValueError: another number of metrics.
         """
         if mode not in ("min", "max") or not least >= 0:
             raise ValueError(f"mode={mode!r}, least={least}: min or max, and at least 0")
         pop, improved = self._population, []
         with pop._lock:
             values = numbers(metrics, len(pop))
-            for group in pop._groups:
-                _check_independent(group)
             for group, stacks in _stacks(pop):
                 best = group.best
                 for local, row in enumerate(group.rows):

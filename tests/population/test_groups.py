@@ -220,11 +220,14 @@ def test_a_failed_start_adds_no_member(name: str) -> None:
     train(pop, 1)
 
 
-def test_a_trained_base_of_unlike_members_is_refused() -> None:
+def test_a_trained_base_of_members_is_refused() -> None:
     base = nn.Linear(5, 5)
     models = [nn.Sequential(base, nn.Linear(5, 3)), nn.Sequential(base, nn.Tanh(), nn.Linear(5, 3))]
     with pytest.raises(hf.FusionError, match=r"0\.weight of model 0 and 0\.weight of model 1 are one tensor"):
         hf.Population(models, optimizer=adamw(0.1), loss=F.cross_entropy)
+    twins = [nn.Sequential(base, nn.Linear(5, 3)) for _ in range(2)]
+    with pytest.raises(hf.FusionError, match=r"0\.weight is one parameter that all members train"):
+        hf.Population(twins, optimizer=adamw(0.1), loss=F.cross_entropy)
 
 
 def test_a_frozen_base_of_unlike_members_lies_in_memory_once() -> None:

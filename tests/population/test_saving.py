@@ -156,7 +156,7 @@ def test_a_save_in_the_background_holds_a_layer_of_all_members_as_it_was(
     monkeypatch.setattr(
         files, "write", lambda *args, **options: write(*args, **options) if may_write.wait(60) else None
     )
-    base = nn.Linear(4, 4)
+    base = nn.Linear(4, 4).requires_grad_(False)
     pop = hf.Population(
         [nn.Sequential(base, nn.Linear(4, 3)) for _ in range(2)],
         optimizer=partial(hf.optim.SGD, lr=0.1),
@@ -166,6 +166,7 @@ def test_a_save_in_the_background_holds_a_layer_of_all_members_as_it_was(
     before = copy.deepcopy(pop.fused.state_dict())
     saving = pop.save(tmp_path, wait=False)
     pop.step(torch.randn(5, 4), torch.randint(3, (5,)))
+    pop.fused.get_parameter("0.weight").zero_()
     may_write.set()
     saving.result()
     hf.load(tmp_path, pop.fused)
