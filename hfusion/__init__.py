@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from hfusion.core.patience import Patience
     from hfusion.core.ragged import Ragged
     from hfusion.device.machine import Device, Machine
-    from hfusion.population.ensemble import Ensemble
+    from hfusion.population.ensemble import Ensemble, select
     from hfusion.population.logger import MemberLogger
     from hfusion.population.population import Population
-    from hfusion.population.selection import select
     from hfusion.population.zip_loaders import zip_loaders
     from hfusion.schedule.simulate import simulate
     from hfusion.step.train_step import train_step
@@ -127,7 +126,7 @@ _MODULES = {
     "plan": "hfusion.cluster.train_tasks",
     "rows": "hfusion.cluster.ranks",
     "save": "hfusion.checkpoint.save",
-    "select": "hfusion.population.selection",
+    "select": "hfusion.population.ensemble",
     "simulate": "hfusion.schedule.simulate",
     "stacked": "hfusion.core.calls",
     "sweep": "hfusion.tune.sweep",

@@ -1,21 +1,27 @@
-"""Mean and spread of the members' outputs, as one module to export and serve."""
+"""Ensembles: the mean and spread of the members' outputs as one module, and which members predict best together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
-from hfusion.core.calls import take_entries
-from hfusion.population.evaluation import check_entries, joined_rows
-from hfusion.population.plain_group import of_row, with_row
+from hfusion.core.calls import call_arguments, is_stacked, take_entries
+from hfusion.core.layout import member_values, values_of
+from hfusion.population.evaluation import check_entries, joined_batches, number, pair_of
+from hfusion.population.plain_group import evaluating_model, of_row, with_row
 from hfusion.population.population import Population
 from hfusion.population.training_group import copied_member
 from hfusion.population.weights import check_member_weights
@@ -105,8 +111,6 @@ class Ensemble(nn.Module):
         live = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
         chosen = _weights(weights, members, live)
         rows = [row for row in live if chosen[row] > 0]
-        if not rows:
-            raise ValueError("every row of the population is free: an ensemble has one member at least")
         self.members = _selected_members(groups, rows)
         self.softmax = softmax
         values = None if weights is None else (chosen[rows] / chosen[rows].sum()).to(device_of(self.members))
@@ -170,6 +174,8 @@ def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedMod
 
     Otherwise members are copied: to an array for each group, or as a plain model where a group has one member.
     """
+    if not rows:
+        raise ValueError("every row of the population is free: an ensemble has one member at least")
     chosen = set(rows)
     is_whole = all(row in chosen for _, of_group, _ in groups for row in of_group)
     modules: list[nn.Module] = []
@@ -187,3 +193,227 @@ def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedMod
     if members == [list(rows)] and isinstance(modules[0], FusedModule):
         return modules[0]
     return JoinedMembers(modules, members)
+
+
+def joined_rows(outputs: Sequence[Any], rows: Sequence[Sequence[int | None]], order: Tensor | None) -> Any:
+    """Join the outputs of groups, each a nest with a leading dim of members, to one of all members.
+
+    Args:
+        outputs: the outputs of each group.
+        rows: for each group, the rows of its members, for errors.
+        order: index of each member into the concatenated groups; None if they are in order.
+
+    Raises:
+        ValueError: outputs of groups differ in structure, shape or dtype.
+    """
+    flat = [pytree.tree_flatten_with_path(output) for output in outputs]
+    spec = flat[0][1]
+    for (_, other), of_group in zip(flat, rows, strict=True):
+        if other != spec:
+            raise _unlike("outputs", pytree.treespec_pprint(spec), pytree.treespec_pprint(other), rows[0], of_group)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = [_joined([leaf for _, leaf in column], pytree.keystr(column[0][0]), rows, order) for column in columns]
+    return pytree.tree_unflatten(joined, spec)
+
+
+def _joined(leaves: Sequence[Any], path: str, rows: Sequence[Sequence[int | None]], order: Tensor | None) -> Any:
+    kind = _kind(leaves[0])
+    for leaf, of_group in zip(leaves, rows, strict=True):
+        if _kind(leaf) != kind:
+            raise _unlike(f"output{path}", _shown(leaves[0]), _shown(leaf), rows[0], of_group)
+    if not isinstance(leaves[0], Tensor):
+        pairs = zip(leaves, rows, strict=True)
+        each = [value for leaf, of_group in pairs for value in values_of(leaf, len(of_group))]
+        return member_values(each if order is None else [each[index] for index in order.tolist()])
+    values = torch.cat(list(leaves)) if len(leaves) > 1 else leaves[0]
+    return values if order is None else values[order.to(values.device)]
+
+
+def _kind(leaf: Any) -> Any:
+    """Return the properties that members' outputs must share."""
+    return (leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else None
+
+
+def _shown(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _unlike(
+    source: str, first: Any, other: Any, rows: Sequence[int | None], other_rows: Sequence[int | None]
+) -> ValueError:
+    live, other_live = ([row for row in member_rows if row is not None] for member_rows in (rows, other_rows))
+    return ValueError(
+        f"{source}: {first} of the members in rows {live}, {other} of those in rows {other_live}. Members are averaged "
+        "where they give outputs of one shape and dtype: choose such rows by weights=, or let the models give them"
+    )
+
+
+# Greedy selection of the members of an ensemble.
+
+Score = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An ensemble chosen from the rows of a population or an array.
+
+    Attributes:
+        order: the rows as they were added; one that was added twice is there twice.
+        scores: the score of the ensemble after each addition.
+        members: how many rows there are.
+    """
+
+    order: tuple[int, ...]
+    scores: tuple[float, ...]
+    members: int
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Number of times each row was added, the most frequent first."""
+        return dict(sorted(Counter(self.order).items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that were added."""
+        return sorted(set(self.order))
+
+    @property
+    def weights(self) -> Tensor:
+        """The counts as weights ``[B]`` that sum to 1, 0 for rows that were not added: for `Ensemble`."""
+        return torch.bincount(torch.tensor(self.order, device="cpu"), minlength=self.members).double() / len(self.order)
+
+    @property
+    def score(self) -> float:
+        """The score of the ensemble."""
+        return self.scores[-1]
+
+
+def select(
+    models: Population | FusedModule | Sequence[nn.Module],
+    loader: Iterable[Any],
+    size: int,
+    score: Score | None = None,
+    *,
+    mode: Literal["min", "max"] = "min",
+    softmax: int | None = None,
+) -> Selection:
+    """Choose an ensemble of at most ``size`` members on a validation set, greedily and with replacement.
+
+    Starts with the best member, and repeatedly adds the member that improves the mean prediction most; a member that is
+    added twice counts twice. Returns the best ensemble on the way, the smallest of equal ones. R. Caruana, A.
+    Niculescu-Mizil, G. Crew, A. Ksikes, "Ensemble selection from libraries of models", ICML 2004.
+
+    Args:
+        models: a population, a fused module, or a list of models, evaluated in eval mode. Groups of a population must
+            have outputs of one shape.
+        loader: the validation set, batches ``(inputs, target)``, the same for all members.
+        size: the maximum number of additions.
+        score: ``score(prediction, target)`` returns a number for the mean prediction on the whole set. By default
+            cross-entropy for integer targets, with logits in dim 1 as in `torch.nn.functional.cross_entropy`, and mean
+            squared error for floating-point targets.
+        mode: ``"min"`` or ``"max"``: whether lower or higher scores are better.
+        softmax: a dim of one member's output that is turned into probabilities before the average, see `Ensemble`. By
+            default 1 with the cross-entropy above, and none otherwise.
+
+    Raises:
+        ValueError: ``size`` is invalid, the loader has no batches or stacked targets, groups differ in the shape of
+            outputs, or no score is a number.
+
+    Example:
+        >>> import hfusion as hf
+        >>> fused = hf.fuse([nn.Linear(4, 3) for _ in range(5)])
+        >>> chosen = hf.select(fused, [(torch.randn(32, 4), torch.randint(3, (32,)))], size=10)
+        >>> ensemble = hf.Ensemble(fused, chosen.weights, softmax=-1)
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"size={size!r}: at least one member is chosen")
+    if mode not in ("min", "max"):
+        raise ValueError(f'mode={mode!r}: it is "min" or "max"')
+    predictions, target, rows, members = _library(models, loader)
+    if any(is_stacked(leaf) for leaf in pytree.tree_leaves(target, is_leaf=is_stacked)):
+        raise ValueError(
+            "the loader gives each member its own target: an ensemble is chosen for targets of all members"
+        )
+    if score is None:
+        score, softmax = _default(predictions, target, mode, softmax)
+    leaves, spec = pytree.tree_flatten(predictions)
+    stacks = [_prediction(leaf, softmax) for leaf in leaves]
+    sign = 1.0 if mode == "min" else -1.0
+
+    def loss(sums: Sequence[Tensor], index: int, count: int) -> float:
+        pairs = zip(sums, stacks, strict=True)
+        means = [((total + stack[index]) / count).to(stack.dtype) for total, stack in pairs]
+        value = sign * number(score(pytree.tree_unflatten(means, spec), target), "the score", "an ensemble")
+        return math.inf if math.isnan(value) else value
+
+    with torch.no_grad():
+        order, losses = _greedy(stacks, len(rows), size, loss)
+    if losses[0] == math.inf:
+        raise ValueError(f"the score of every member in rows {rows} is NaN or infinite: there is no member to choose")
+    best = losses.index(min(losses)) + 1
+    return Selection(
+        tuple(rows[index] for index in order[:best]), tuple(sign * value for value in losses[:best]), members
+    )
+
+
+def _greedy(
+    stacks: Sequence[Tensor], members: int, size: int, loss: Callable[[Sequence[Tensor], int, int], float]
+) -> tuple[list[int], list[float]]:
+    """The members in the order in which they are added, and the loss after each."""
+    sums = [torch.zeros_like(stack[0], dtype=torch.float64) for stack in stacks]
+    order: list[int] = []
+    losses: list[float] = []
+    for count in range(1, size + 1):
+        candidates = [loss(sums, index, count) for index in range(members)]
+        losses.append(min(candidates))
+        if losses[-1] == math.inf:
+            break
+        order.append(candidates.index(losses[-1]))
+        for total, stack in zip(sums, stacks, strict=True):
+            total += stack[order[-1]]
+    return order, losses
+
+
+def _library(models: Any, loader: Iterable[Any]) -> tuple[Any, Any, list[int], int]:
+    """Return the members' outputs in eval mode, in the order of their rows; the targets, the rows, and their number."""
+    groups, members = _groups(models)
+    rows = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
+    joined, batches = _selected_members(groups, rows), []
+    arrays = joined.groups if isinstance(joined, JoinedMembers) else [joined]
+    with ExitStack() as stack:
+        for array in arrays:
+            stack.enter_context(array.evaluating() if isinstance(array, FusedModule) else evaluating_model(array))
+        for inputs, target in map(pair_of, loader):
+            args, kwargs = call_arguments(inputs, {})
+            batches.append((joined(*args, **kwargs), target))
+    return *joined_batches(batches), rows, members
+
+
+def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> tuple[Score, int | None]:
+    """The score for these targets, and the dim of classes. Raises ValueError where there is none."""
+    if mode != "min":
+        raise ValueError(
+            f"mode={mode!r} without a score: cross-entropy and mean squared error are the lower the better"
+        )
+    if not isinstance(predictions, Tensor) or not isinstance(target, Tensor):
+        raise ValueError("members give, or targets are, a nest of tensors: give score=function(prediction, target)")
+    if target.is_floating_point():
+        if predictions.shape[1:] != target.shape:
+            raise ValueError(
+                f"members give {list(predictions.shape[1:])} for targets {list(target.shape)}: give score="
+            )
+        return F.mse_loss, softmax
+    return _cross_entropy, 1 if softmax is None else softmax
+
+
+def _cross_entropy(probabilities: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(probabilities.log(), target)
+
+
+def _prediction(leaf: Any, softmax: int | None) -> Tensor:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise ValueError(f"members give {kind}, of which there is no mean: let them give logits or numbers")
+    if softmax is None:
+        return leaf
+    return leaf.softmax(softmax + 1 if softmax >= 0 else softmax)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hfusion.array.module import FusedModule
+from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import StackedInput, call_arguments, entry_counts, is_stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
-from hfusion.core.layout import Listed, member_values, values_of
+from hfusion.core.layout import Listed, member_values, same_value, values_of
 from hfusion.core.ragged import Ragged
 from hfusion.population.grouping import part
-from hfusion.population.member_metrics import check_metric, joined_batches, member_metrics
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -41,36 +43,7 @@ def evaluate(population: Population, metric: Callable[..., Any], loader: Iterabl
     return values
 
 
-@torch.no_grad()
-def member_outputs(population: Population, loader: Iterable[Any]) -> tuple[Any, Any]:
-    """Return the members' outputs in eval mode for all batches, ``[rows, N, ...]``, and the targets.
-
-    A free row has the outputs of some member. Raises ValueError where members have outputs of different shapes.
-    """
-    outputs = _group_outputs(population, loader)
-    joined = [joined_batches(outputs[group.number]) for group in population._groups]
-    rows = [group.rows for group in population._groups]
-    in_order = not population._parted or [row for of_group in rows for row in of_group] == list(range(len(population)))
-    order = None if in_order else population._layout.order.clamp(max=sum(map(len, rows)) - 1)
-    return joined_rows([output for output, _ in joined], rows, order), joined[0][1]
-
-
-@torch.no_grad()
-def array_outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
-    """Return the members' outputs in eval mode for all batches of ``loader``, ``[B, N, ...]``, and the targets.
-
-    Raises ValueError for a loader without batches, and for batches that cannot be joined.
-    """
-    batches = []
-    with fused.evaluating():
-        for batch in loader:
-            inputs, target = _pair_of(batch)
-            args, kwargs = call_arguments(inputs, {})
-            batches.append((fused(*args, **kwargs), target))
-    return joined_batches(batches)
-
-
-def _pair_of(batch: Any) -> tuple[Any, Any]:
+def pair_of(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and the target of a batch. Raises ValueError if it is not a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
@@ -106,7 +79,7 @@ def _group_outputs(population: Population, loader: Iterable[Any]) -> dict[int, O
     modes: dict[int, ExitStack] = {}
     try:
         for batch in loader:
-            inputs, target = _pair_of(batch)
+            inputs, target = pair_of(batch)
             check_entries((inputs, target), len(population))
             queue = deque(population._groups)
             while queue:
@@ -161,54 +134,132 @@ def _leaf_rows(leaf: Any, rows: list[int]) -> Any:
     return leaf[rows] if isinstance(leaf, Tensor) else leaf
 
 
-def joined_rows(outputs: Sequence[Any], rows: Sequence[Sequence[int | None]], order: Tensor | None) -> Any:
-    """Join the outputs of groups, each a nest with a leading dim of members, to one of all members.
+# The metric of each member from its outputs of all batches.
 
-    Args:
-        outputs: the outputs of each group.
-        rows: for each group, the rows of its members, for errors.
-        order: index of each member into the concatenated groups; None if they are in order.
 
-    Raises:
-        ValueError: outputs of groups differ in structure, shape or dtype.
+@torch.no_grad()
+def member_metrics(
+    batches: Sequence[tuple[Any, Any]],
+    metric: Callable[..., Any],
+    members: Mapping[int, str],
+    rows: Mapping[int, int] | None = None,
+) -> dict[int, float]:
+    """Return the ``metric`` of each of ``members``, by row, from outputs ``[rows, ...]`` and targets of all batches.
+
+    ``rows``: the row that errors name for each; by default the row of the outputs.
     """
-    flat = [pytree.tree_flatten_with_path(output) for output in outputs]
-    spec = flat[0][1]
-    for (_, other), of_group in zip(flat, rows, strict=True):
-        if other != spec:
-            raise _unlike("outputs", pytree.treespec_pprint(spec), pytree.treespec_pprint(other), rows[0], of_group)
+    check_batches(batches)
+    updated = is_updated(metric)
+    apart = not updated and _any_ragged(batches)
+    parts = batches if updated or apart else [joined_batches(batches)]
+    values = {}
+    for row, tag in members.items():
+        member_batches = [_of_member(part, row) for part in parts]
+        if apart:
+            member_batches = [
+                (
+                    _joined([output for output, _ in member_batches], 0),
+                    _joined([target for _, target in member_batches], 0),
+                )
+            ]
+        try:
+            values[row] = number(_updated(metric, member_batches) if updated else metric(*member_batches[0]))
+        except Exception as error:
+            error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
+            raise
+    return values
+
+
+def is_updated(metric: object) -> bool:
+    """Return whether a metric is updated batch by batch, as those of torchmetrics."""
+    return all(hasattr(metric, name) for name in ("reset", "update", "compute"))
+
+
+def check_metric(metric: object) -> None:
+    """Raise a ValueError if ``metric`` is not a metric, such as a loader in its place."""
+    if not callable(metric) and not is_updated(metric):
+        raise ValueError(
+            f"the metric must be a function of a member's outputs and targets, got {type(metric).__name__}. Give "
+            "evaluate the metric first, then the loader."
+        )
+
+
+def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the concatenated outputs ``[rows, N, ...]`` and targets of all batches.
+
+    What has no samples gets one entry per batch: tensors ``[rows]`` become ``[rows, batches]``, other values lists
+    unless they are the same in all batches. Raises ValueError.
+    """
+    check_batches(batches)
+    return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
+
+
+def check_batches(batches: Sequence[Any]) -> None:
+    """Raise a ValueError if there are no batches."""
+    if not batches:
+        raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
+
+
+def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
+    """Compute a metric that keeps a state, such as those of torchmetrics, on a copy, so that members share none."""
+    member_metric = copy.deepcopy(metric)
+    member_metric.reset()
+    for output, target in batches:
+        member_metric.update(output, target)
+    return member_metric.compute()
+
+
+def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
+    outputs, target = batch
+    kinds = Tensor | Ragged | Listed
+    member_outputs = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, kinds) else leaf, outputs)
+    return member_outputs, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
+
+
+def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
+    """Return whether members have different numbers of samples, so that their batches are joined separately."""
+    return any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
+
+
+def _joined(parts: Sequence[Any], dim: int) -> Any:
+    """Return the batches concatenated along ``dim``, or along dim 1 for stacked values."""
+    flat = [pytree.tree_flatten(part, is_leaf=is_stacked) for part in parts]
+    for _, spec in flat:
+        if spec != flat[0][1]:
+            raise ValueError(f"batches of different structures, {flat[0][1]} and {spec}, cannot be joined")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [_joined([leaf for _, leaf in column], pytree.keystr(column[0][0]), rows, order) for column in columns]
-    return pytree.tree_unflatten(joined, spec)
+    return pytree.tree_unflatten([_cat(column, dim) for column in columns], flat[0][1])
 
 
-def _joined(leaves: Sequence[Any], path: str, rows: Sequence[Sequence[int | None]], order: Tensor | None) -> Any:
-    kind = _kind(leaves[0])
-    for leaf, of_group in zip(leaves, rows, strict=True):
-        if _kind(leaf) != kind:
-            raise _unlike(f"output{path}", _shown(leaves[0]), _shown(leaf), rows[0], of_group)
-    if not isinstance(leaves[0], Tensor):
-        pairs = zip(leaves, rows, strict=True)
-        each = [value for leaf, of_group in pairs for value in values_of(leaf, len(of_group))]
-        return member_values(each if order is None else [each[index] for index in order.tolist()])
-    values = torch.cat(list(leaves)) if len(leaves) > 1 else leaves[0]
-    return values if order is None else values[order.to(values.device)]
+def _cat(leaves: Sequence[Any], dim: int) -> Any:
+    first = leaves[0]
+    if len(leaves) == 1:
+        return first
+    if is_stacked(first):
+        return StackedInput(torch.cat([leaf.tensor for leaf in leaves], 1))
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return torch.cat(list(leaves), dim) if first.dim() > dim else torch.stack(list(leaves), dim)
+    members = max((len(leaf) for leaf in leaves if isinstance(leaf, Listed)), default=1)
+    by_member = list(zip(*(values_of(leaf, members) for leaf in leaves), strict=True))
+    return member_values([v[0] if all(same_value(x, v[0]) for x in v) else list(v) for v in by_member])
 
 
-def _kind(leaf: Any) -> Any:
-    """Return the properties that members' outputs must share."""
-    return (leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else None
-
-
-def _shown(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
-def _unlike(
-    source: str, first: Any, other: Any, rows: Sequence[int | None], other_rows: Sequence[int | None]
-) -> ValueError:
-    live, other_live = ([row for row in member_rows if row is not None] for member_rows in (rows, other_rows))
-    return ValueError(
-        f"{source}: {first} of the members in rows {live}, {other} of those in rows {other_live}. Members are averaged "
-        "where they give outputs of one shape and dtype: choose such rows by weights=, or let the models give them"
-    )
+def number(value: Any, source: str = "the metric", subject: str = "one member") -> float:
+    """Return a metric as ``float(value)`` does, never rounded to a narrower type. Raises ValueError."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return number(value[0], source, subject)
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        array = value.detach() if isinstance(value, Tensor) else np.asarray(value)
+        kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
+        is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
+        if not is_real or math.prod(array.shape) != 1:
+            shown = f"{kind} of {array.dtype} of shape {list(array.shape)}"
+            raise ValueError(f"{source} must give a number for {subject}, got {shown}")
+        value = array.item()
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text is no number")
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+        raise ValueError(f"{source} must give a number for {subject}, got {shown}") from error

@@ -53,14 +53,18 @@ def weigh_samples(target: Any, weights: Any, device: torch.device) -> dict[str, 
     return {"target": target, "samples": weights}
 
 
-@functools.lru_cache(maxsize=64)
 def check_keyword(kind: type[nn.Module], name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
-    if name in _parameters(kind.forward):
+    if _takes(kind.forward, name):
         raise ValueError(
             f"{name}= is for step, and forward of {kind.__name__} has a parameter of that name: give it by "
             "position, in inputs"
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in _parameters(function)
 
 
 def rows_of_weights(weights: Any) -> Any:

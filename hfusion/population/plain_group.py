@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -57,15 +57,8 @@ class PlainGroup(TrainingGroup):
     def outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return with_row(self.model(*of_row(args), **of_row(kwargs)))
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+    def evaluating(self) -> AbstractContextManager[None]:
+        return evaluating_model(self.model)
 
     def __getstate__(self) -> dict[str, Any]:
         listed = {"_loss", "_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named"}
@@ -201,6 +194,18 @@ def mark_plain(model: nn.Module, shared: Collection[str]) -> None:
     """Mark the tensors of a single model; ``shared``: the names of those that other members hold, too."""
     for name, tensor in tensors(model):
         mark(tensor, Membership(name, 1, stacked=False, standalone=name not in shared))
+
+
+@contextmanager
+def evaluating_model(model: nn.Module) -> Iterator[None]:
+    """Context manager: a model is in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _is_shared(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from hfusion.population.member_metrics import is_updated, number
+from hfusion.population.evaluation import is_updated, number
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.study import study_view
 
