@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from hfusion import __version__
 from hfusion.core.errors import CheckpointError
-from hfusion.core.resuming import resuming
+from hfusion.core.event_log import resuming
 from hfusion.environment import clear_cache, describe
 
 # What shells say of a process that these ended.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hfusion.cluster.cluster import Cluster
 from hfusion.core.errors import PlanError
-from hfusion.core.event_log import EventLog
-from hfusion.core.resuming import resume_folder
+from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.device.machine import Machine
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import DEFAULT, Policy, named

@@ -12,7 +12,9 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,3 +178,29 @@ def is_running(number: int, start: str | None) -> bool | None:
     except OSError:
         return True
     return state not in "ZX" and start in (None, process_start(number))
+
+
+# Checkpoint folders of runs that were started by ``python -m hfusion run SCRIPT --resume FOLDER``.
+
+_root: Path | None = None
+_counts: Counter[str] = Counter()
+
+
+@contextmanager
+def resuming(root: Path) -> Iterator[None]:
+    """Context manager: runs without a `directory` use a folder below this one. Not for nested use."""
+    global _root
+    _root = root
+    _counts.clear()
+    try:
+        yield
+    finally:
+        _root = None
+
+
+def resume_folder(kind: str) -> Path | None:
+    """The folder of the next run of this kind, by the order in which a script starts them; None where it has none."""
+    if _root is None:
+        return None
+    _counts[kind] += 1
+    return _root / f"{kind}-{_counts[kind]}"

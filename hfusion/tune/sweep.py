@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from hfusion.core.errors import CheckpointError
-from hfusion.core.event_log import EventLog
+from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.core.loss_checks import check_loss_function
-from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW

@@ -20,8 +20,7 @@ import torch
 
 import hfusion as hf
 from hfusion.__main__ import main
-from hfusion.core.event_log import read_events
-from hfusion.core.resuming import resuming
+from hfusion.core.event_log import read_events, resuming
 from hfusion.status.runs import MemberStatus, RunStatus, read_status
 from tests.status.running import tasks, train
 from tests.tune.cases import MACHINE
