@@ -6,7 +6,7 @@ Everything is checked before anything is written.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -37,13 +37,9 @@ from hfusion.optim.optimizer_state import numbers_shape
 
 @dataclass
 class SaveReader:
-    """Members of one or several saves. ``parts``: pairs of a save and indices in it, in the members' order.
-
-    ``free``: indices without a member; values read there only fill memory.
-    """
+    """Members of one or several saves. ``parts``: pairs of a save and indices in it, in the members' order."""
 
     parts: list[tuple[Saved, list[int]]]
-    free: frozenset[int] = frozenset()
 
     @staticmethod
     def of(saved: Sequence[Saved], tags: Sequence[str] | None) -> SaveReader:
@@ -75,12 +71,12 @@ class SaveReader:
         all_members = SaveReader([(save, list(range(len(save.body["members"])))) for save in saved])
         return all_members.at([indices[name] for name in requested])
 
-    def at(self, indices: Sequence[int], free: Iterable[int] = ()) -> SaveReader:
-        """Return a reader of the members at some indices, which may repeat; those at ``free`` have no member."""
+    def at(self, indices: Sequence[int]) -> SaveReader:
+        """Return a reader of the members at some indices."""
         flat = [(saved, member) for saved, members in self.parts for member in members]
         runs = groupby((flat[index] for index in indices), key=lambda pair: id(pair[0]))
         grouped = [list(run) for _, run in runs]
-        return SaveReader([(run[0][0], [member for _, member in run]) for run in grouped], frozenset(free))
+        return SaveReader([(run[0][0], [member for _, member in run]) for run in grouped])
 
     @property
     def path(self) -> Path:
@@ -211,7 +207,7 @@ class SaveReader:
         state, fresh = {}, {}
         for entry in sorted(set().union(*entries_by_save)):
             present = [entry in keys for keys in entries_by_save]
-            reader = SaveReader([part for part, has in zip(self.parts, present, strict=True) if has], self.free)
+            reader = SaveReader([part for part, has in zip(self.parts, present, strict=True) if has])
             value = reader._values(prefix + entry, mark.name, param).clone()
             if not all(present):
                 marks = [has for (_, indices), has in zip(self.parts, present, strict=True) for _ in indices]
@@ -255,16 +251,14 @@ class SaveReader:
 
         def write() -> None:
             for row, member_state in enumerate(states):
-                # A member that starts in a free row gets a new schedule.
-                if row not in self.free:
-                    scheduler.load_member(row, member_state)
+                scheduler.load_member(row, member_state)
 
         return write
 
     def _check_kinds(self, saved_kinds: Sequence[str], kinds: Sequence[str]) -> None:
         """Raise a CheckpointError if members had schedulers of other classes. Older saves do not record them."""
         for row, (saved_kind, kind) in enumerate(zip(saved_kinds, kinds, strict=bool(saved_kinds))):
-            if saved_kind != kind and row not in self.free:
+            if saved_kind != kind:
                 raise CheckpointError(
                     f"{self.path} holds {saved_kind} for {self.tags[row]!r}, and its scheduler here is {kind}: give "
                     "the scheduler that it was saved with"

@@ -57,7 +57,7 @@ class MemberTable:
 
     def drop(self, *kinds: str) -> None:
         """Remove the columns ``kind/name`` of some kinds."""
-        for name in [name for name in self.columns if name.partition("/")[0] in kinds]:
+        for name in [name for name in self.columns if "/" in name and name.partition("/")[0] in kinds]:
             del self.columns[name]
 
     def clear(self, rows: Iterable[int], kinds: Iterable[str] | None = None) -> None:

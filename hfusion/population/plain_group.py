@@ -61,7 +61,7 @@ class PlainGroup(TrainingGroup):
         return evaluating_model(self.model)
 
     def __getstate__(self) -> dict[str, Any]:
-        listed = {"_loss", "_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named"}
+        listed = {"_loss", "_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named", "_buffers"}
         state = {name: value for name, value in super().__getstate__().items() if name not in listed}
         return {**state, "_shared": [name for name, tensor in tensors(self.model) if _is_shared(tensor)]}
 
@@ -110,6 +110,7 @@ class PlainGroup(TrainingGroup):
         self._named = tuple(self.model.named_parameters())
         self._parameters = tuple(parameter for _, parameter in self._named)
         self._all_named = tuple(self.model.named_parameters(remove_duplicate=False))
+        self._buffers = tuple(name for name, _ in self.model.named_buffers())
 
     def _values(self) -> Iterator[Any]:
         return chain.from_iterable(map(dict.values, self._dicts))
@@ -138,7 +139,7 @@ class PlainGroup(TrainingGroup):
 
     def settle_call(self) -> None:
         self.settle()
-        if any(True for _ in self.model.buffers()):
+        if self._buffers:
             super().settle_call()
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -148,7 +149,7 @@ class PlainGroup(TrainingGroup):
         return self._named
 
     def _written(self) -> Iterator[str]:
-        yield from (name for name, _ in self.model.named_buffers())
+        yield from self._buffers
 
     def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(self.model, *of_row(args), **of_row(kwargs))

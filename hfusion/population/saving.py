@@ -194,9 +194,9 @@ def _spread(group: TrainingGroup, saves: Sequence[Saved], rows: Sequence[str | N
     if held != list(rows):
         group.arrange([0 if tag is None else held.index(tag) for tag in rows], free)
         group.table["row"] = [None if tag is None else row for row, tag in enumerate(rows)]
-    bodies = [saved.body["group"] for saved in saves]
-    same_rows = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
-    group._widths = Widths(int(bodies[0]["first"]) if same_rows else len(rows))
+    with wrap_load_errors(saves[0].path):
+        body = saves[0].body["group"]
+        group._widths = Widths(int(body["first"]) if len(saves) == 1 and body["rows"] == list(rows) else len(rows))
     group._step.at_once = group._widths.at_once(len(rows))
 
 
@@ -336,4 +336,4 @@ def _check_progress(reader: SaveReader, group: TrainingGroup, members: dict[str,
                 f"accumulate={int(given[row])} for {reader.tags[row]!r}, which is in the midst of an update of "
                 f"{int(saved[row])} calls: leave accumulate out"
             )
-        members["calls"] = saved = given
+        members["calls"] = given

@@ -30,6 +30,7 @@ from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import Widths
 from hfusion.optim import FusedOptimizer, GradScaler, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.gathered_state import GatheredState
+from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
@@ -99,12 +100,7 @@ class TrainingGroup:
         Raises:
             FusionError: members train a parameter together.
         """
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and not is_per_member(parameter):
-                raise FusionError(
-                    f"{name} is one parameter that all members train, and each member of a population trains as if "
-                    "alone: freeze it, give each member its own by copy.deepcopy, or use hf.fuse and hf.train_step"
-                )
+        check_own(module.parameters())
         optimizer, makes = options.optimizer_of(module, origins), options.schedules
         scheduler = None if makes is None else PerMember(optimizer, [makes[row] for row in origins])
         table = GroupTable(options.numbers.take(origins), history)
@@ -297,6 +293,7 @@ class TrainingGroup:
         if self.deferred is not None:
             self.deferred.stepped.append(self)
         self.settle_call()
+        check_own(self.parameters())
         self._sums = self._sums_gradients()
         if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
             self._make_step(())
@@ -304,12 +301,16 @@ class TrainingGroup:
             weights = table["calls"].double().reciprocal()
             weights = weights if self.scaler is None else self.scaler.scale(weights)
             target = weighed(target, weights, device_of(self.fused))
-        losses = self._call(inputs, target, keywords)
-        is_free = ~table["alive"]
-        return losses.masked_fill(is_free.to(losses.device), math.nan) if bool(is_free.any()) else losses
+        losses, alive = self._call(inputs, target, keywords), table["alive"]
+        return losses if bool(alive.all()) else losses.masked_fill(~alive.to(losses.device), math.nan)
 
     def _call(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
         """Compute losses and gradients, and call `_computed`. Returns losses ``[rows of the group]``."""
+        if len(self.fused) != len(self):
+            raise ValueError(
+                f"the array has {len(self.fused)} members and the population {len(self)} rows: let members join by "
+                "pop.start and leave by pop.stop and pop.compact, which move all that belongs to them"
+            )
         step = self._step
         step.keys, step.idle = self.table["key"], frozenset(self.table.free)
         if step.budget is not None:
@@ -554,6 +555,17 @@ class TrainingGroup:
             self.release(free)
             self._step.at_once = self._widths.at_once(len(sources))
             self.table.clear_updates(self.table.free)
+
+
+def check_own(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise a FusionError if members train a parameter together."""
+    for parameter in parameters:
+        if parameter.requires_grad and not is_per_member(parameter):
+            raise FusionError(
+                f"{membership_of(parameter).name} is one parameter that all members train, and each member of a "
+                "population trains as if alone: freeze it, give each member its own by copy.deepcopy, or use hf.fuse "
+                "and hf.train_step"
+            )
 
 
 def copied_member(fused: FusedModule, row: int) -> nn.Module:
