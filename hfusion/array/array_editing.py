@@ -1,9 +1,11 @@
-"""Remove, add and overwrite members of an existing array."""
+"""The members of an array without their tensors, and how members are removed, added and overwritten."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -11,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_description import Array, ArrayState, row_copy
-from hfusion.capture.attribute_fingerprint import modeless_fingerprint
-from hfusion.capture.compare_models import Sharing, check_alone, check_pair
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint, same_marks
+from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair
 from hfusion.capture.operator_trace import OperatorTrace, trace_operators
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
@@ -24,11 +26,14 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_meet_none
 from hfusion.compiler.program_rows import of_rows
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, mark_absent
+from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark
 from hfusion.core.memory import has_address
+from hfusion.core.parameter_attributes import mark_stack
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
-from hfusion.passes.align import Changes, Unexplained, differ_in
+from hfusion.passes.align import Unexplained, differ_in
 from hfusion.torch_private.dynamo_state import uncompiled
 
 if TYPE_CHECKING:
@@ -145,12 +150,13 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
             )
     joining = check_joining(fused, sources)
     fused._split()
-    kinds, partly, before = Kinds.of(fused), fused._array.comparison.partly, fused._array
-    for index, model in joining.items():
-        kinds.add(index, model)
-    after = _array(before, sources, kinds, partly | partly_shared(joining))
+    kinds, before = Kinds.of(fused), fused._array
+    contents = [kinds.contents[s] if isinstance(s, int) else kinds.add(index, s) for index, s in enumerate(sources)]
+    after = kinds.array(before, contents)
+    comparison = replace(after.comparison, partly=after.comparison.partly | partly_shared(joining))
+    after = replace(after, comparison=comparison, origins=_moved_origins(before, sources))
     move_stacks(fused, sources, after)
-    enter(fused, kinds.contents, kinds.rearranged_contents(sources), after)
+    enter(fused, contents, after)
     fused._mark()
     fused._views.rearranged(fused, sources)
 
@@ -171,25 +177,23 @@ class Kinds:
 
     contents: list[Any]
     skeletons: dict[Any, nn.Module]
-    joined: dict[int, Any]
 
     @staticmethod
     def of(fused: FusedModule) -> Kinds:
         array = fused._array
         contents = [_content(skeleton) for skeleton in array.skeletons]
-        return Kinds(
-            [contents[v] for v in array.comparison.variants], dict(zip(contents, array.skeletons, strict=True)), {}
-        )
+        skeletons = dict(zip(contents, array.skeletons, strict=True))
+        return Kinds([contents[variant] for variant in array.comparison.variants], skeletons)
 
-    def add(self, index: int, model: nn.Module) -> None:
-        """Add a model that joins as member ``index``."""
+    def add(self, index: int, model: nn.Module) -> Any:
+        """Add a model that joins as member ``index``, and return its fingerprint."""
         content = modeless_fingerprint(model)
         if content not in self.skeletons:
             new_skeleton = skeleton(index, model)
             # Fingerprint the skeleton, as for other members: attributes compared by identity differ in a copy.
             content = _content(new_skeleton)
             self.skeletons[content] = new_skeleton
-        self.joined[index] = content
+        return content
 
     def array(self, array: Array, contents: Sequence[Any]) -> Array:
         """Return ``array`` with members of the fingerprints ``contents``."""
@@ -197,13 +201,6 @@ class Kinds:
         comparison = replace(array.comparison, variants=tuple(map(distinct.index, contents)))
         skeletons = tuple(self.skeletons[content] for content in distinct)
         return replace(array, members=len(contents), skeletons=skeletons, comparison=comparison)
-
-    def rearranged_contents(self, sources: Sequence[Source]) -> tuple[Any, ...]:
-        """Return the fingerprints of the members after a rearrangement to ``sources``."""
-        return tuple(
-            self.contents[source] if isinstance(source, int) else self.joined[index]
-            for index, source in enumerate(sources)
-        )
 
 
 def find_new_rows(sources: Sequence[Source]) -> dict[int, int]:
@@ -215,24 +212,22 @@ def find_new_rows(sources: Sequence[Source]) -> dict[int, int]:
     return new_rows
 
 
-def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
-    new_array = kinds.array(array, kinds.rearranged_contents(sources))
-    comparison = replace(new_array.comparison, partly=partly)
-    new_array = replace(new_array, comparison=comparison, origins=WeakIdKeyDictionary())
-    new_rows = find_new_rows(sources)
+def _moved_origins(array: Array, sources: Sequence[Source]) -> WeakIdKeyDictionary:
+    """Return the `Array.origins` after a rearrangement to ``sources``."""
+    origins, new_rows = WeakIdKeyDictionary(), find_new_rows(sources)
     for index, source in enumerate(sources):
         for name, parameter in source.named_parameters() if isinstance(source, nn.Module) else ():
-            new_array.origins.setdefault(parameter, (index, name))
+            origins.setdefault(parameter, (index, name))
     for parameter, (member, name) in array.origins.items():
         if member in new_rows:
-            new_array.origins[parameter] = (new_rows[member], name)
-    return new_array
+            origins[parameter] = (new_rows[member], name)
+    return origins
 
 
-def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
-    """Switch to ``array``, with the compiler cached for members with fingerprints ``after``, or a new one."""
-    states, after = fused._states, tuple(after)
-    states.setdefault(tuple(before), ArrayState(fused._number, fused._array, fused._compiler))
+def enter(fused: FusedModule, contents: Sequence[Any], array: Array) -> None:
+    """Switch to ``array``, with the compiler cached for members with fingerprints ``contents``, or a new one."""
+    states, after = fused._states, tuple(contents)
+    states.setdefault(tuple(Kinds.of(fused).contents), ArrayState(fused._number, fused._array, fused._compiler))
     state = states.pop(after, None)
     fused._array = array
     if state is None:
@@ -270,6 +265,7 @@ def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)
         fused._checks.pop(id(compiled), None)
+        fused._samples.pop(id(compiled), None)
 
 
 # Rearrange the stacks of an array whose members leave, join or are overwritten.
@@ -325,33 +321,21 @@ def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn
     stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
     if stranger is not None:
         raise FusionError(f"only torch.nn.Modules can join an array, got {type(stranger).__name__}")
-    if not joining:
-        return joining
-    stacks = dict(tensors(fused))
     for index, model in joining.items():
         check_alone(index, model)
-    first = fused._member(0)
+    stacks = dict(tensors(fused))
     for index, model in joining.items():
-        check_pair(first, index, model)
-    for index, model in joining.items():
+        check_pair(fused._member(0), index, model)
+        named = dict(tensors(model))
         for name in fused._array.comparison.shared:
-            _check_shared(name, stacks[name], index, dict(tensors(model)).get(name))
+            own, other = stacks[name], named[name]
+            same = own.data_ptr() == other.data_ptr() and own.stride() == other.stride()
+            if not same and not torch.equal(own.detach(), other.detach()):
+                raise FusionError(
+                    f"{name} is one tensor for all members of the array, and model {index} has another value there; "
+                    f"give it the array's own, fused[0].{name}, or fuse a new array in which members have their own"
+                )
     return joining
-
-
-def _check_shared(name: str, array_tensor: Tensor, index: int, model_tensor: Tensor | None) -> None:
-    if model_tensor is None:
-        raise FusionError(
-            f"{name} is one tensor for all members of the array, and model {index} has none; fuse a new array in "
-            "which members have their own"
-        )
-    if array_tensor.data_ptr() == model_tensor.data_ptr() and array_tensor.stride() == model_tensor.stride():
-        return
-    if not torch.equal(array_tensor.detach(), model_tensor.detach()):
-        raise FusionError(
-            f"{name} is one tensor for all members of the array, and model {index} has another value there; give it "
-            f"the array's own, fused[0].{name}, or fuse a new array in which members have their own"
-        )
 
 
 def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
@@ -443,7 +427,8 @@ class Kin:
             derived = of_rows(program, rows, self.compiler.subject, changes)
         except Unexplained:
             return None
-        if _proven(program, changes):
+        # Where members differed before, these values are checked.
+        if all(differ_in(program.graph, member_changes) for member_changes in changes.values()):
             trust(self.fused, program, self.fused, derived)
             return derived
         try:
@@ -469,15 +454,111 @@ def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Co
     """Let ``derived`` inherit the self-check of ``checked``, its source, if both run every operator alike."""
     # A check with a single member cannot show that members are kept apart.
     enough = checked.program.members >= min(derived.program.members, 2)
-    if enough and id(checked) in donor._checks and _operator_lowerings(checked) == _operator_lowerings(derived):
+    nodes = [compiled.program.module.graph.nodes for compiled in (checked, derived)]
+    lowered = [[(node.target, node.meta.get("lowering")) for node in of_program] for of_program in nodes]
+    if enough and id(checked) in donor._checks and lowered[0] == lowered[1]:
         array._checks[id(derived)] = donor._checks[id(checked)]
 
 
-def _proven(program: Compiled, changes: Mapping[int, Changes]) -> bool:
-    """Return whether members differed before wherever they differ now, so that these values are checked."""
-    return all(differ_in(program.graph, member_changes) for member_changes in changes.values())
+# Description of an array: the structure of its members, and how their tensors are stacked.
 
 
-def _operator_lowerings(compiled: Compiled) -> list[Any]:
-    """Return how each operator runs."""
-    return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]
+@dataclass(frozen=True)
+class Array:
+    """Description of the members of a fused module.
+
+    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` maps original parameters to member and key.
+    """
+
+    members: int
+    skeletons: tuple[nn.Module, ...]
+    comparison: Comparison
+    verify: bool
+    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each tensor of a member, by key."""
+        return {name: tensor.shape for name, tensor in tensors(self.skeletons[0])}
+
+    def check_stacks(self, stacks: Mapping[str, Tensor]) -> None:
+        """Raise FusionError if a stack was given a row shape that is not its members', for example by ``.data``."""
+        for name, stack in stacks.items():
+            is_stacked = name in self.shapes and name not in self.comparison.shared
+            if is_stacked and not is_lazy(stack) and stack.shape[1:] != self.shapes[name]:
+                raise FusionError(
+                    f"The stack of {name} has the shape {tuple(stack.shape)}, but members have "
+                    f"{tuple(self.shapes[name])} "
+                    "each: it was given other memory, for example by .data. Unfuse the array, resize the members, and "
+                    "fuse them again."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        for model in self.skeletons:
+            _check_pickle(model)
+        return {**{key: value for key, value in vars(self).items() if key != "shapes"}, "origins": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        skeletons = tuple(module_copy(skeleton, memo) for skeleton in self.skeletons)
+        return replace(self, skeletons=skeletons, origins=WeakIdKeyDictionary())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, origins=WeakIdKeyDictionary())
+
+
+_PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+
+
+def _check_pickle(model: nn.Module) -> None:
+    """Raise FusionError if the classes of a skeleton pickle themselves by values, which its tensors do not have."""
+    parts = model.modules()
+    own = {type(p) for p in parts if any(getattr(type(p), n) is not getattr(nn.Module, n) for n in _PICKLING)}
+    if not own:
+        return
+    try:
+        pickled = pickle.dumps(model)
+    except Exception:
+        # The pickler in use may know more, as cloudpickle does of local classes. If not, it raises the same error.
+        return
+    try:
+        pickle.loads(pickled)
+    except Exception as error:
+        names = ", ".join(sorted(cls.__name__ for cls in own))
+        raise FusionError(
+            f"This array cannot be pickled: the pickling of {names} reads values of tensors, which the array keeps in "
+            "stacks. Pickle the modules of unfuse(), or use hf.save."
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayState:
+    """A state of the members (their variants and Python attributes), with the programs compiled for it."""
+
+    number: int
+    array: Array
+    compiler: Compiler
+
+
+def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
+    """Mark the array's tensors as its own, and copy classes and attributes of members' parameters to the stacks."""
+    padded: frozenset[str] = getattr(array.skeletons[0], "padded", frozenset())
+    for name, tensor in named.items():
+        mark(tensor, Membership(name, array.members, name not in array.comparison.shared, name in padded))
+    common = same_marks(array.skeletons)
+    variants = [dict(tensors(skeleton)) for skeleton in array.skeletons]
+    for name in variants[0]:
+        mark_stack(named[name], name, [held[name] for held in variants], common)
+
+
+def row_copy(tensor: Tensor, index: int | None) -> Tensor:
+    if index is not None:
+        check_whole_stack(tensor, TAKE_BEFORE)
+    row = tensor.detach() if index is None else tensor.detach()[index]
+    row = row.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row
+
+
+def empty_stack(tensor: Tensor, members: int) -> Tensor:
+    """Return a contiguous stack ``[members, *shape]`` for tensors like ``tensor``; a parameter if ``tensor`` is one."""
+    stack = torch.empty(members, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack

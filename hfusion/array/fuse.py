@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_description import Array, empty_stack, stack_of
+from hfusion.array.array_editing import Array, empty_stack
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_list, check_pair, compare
@@ -54,24 +54,15 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
         for name, parameter in model.named_parameters():
             if parameter not in array.origins:
                 array.origins[parameter] = (index, name)
-    return FusedModule(array, _stacks([dict(tensors(model)) for model in models], array))
+    stacks = _room(models[0], len(models), comparison.shared)
+    for index, model in enumerate(models[1:], start=1):
+        _fill(stacks, index, model, comparison.shared)
+    return FusedModule(array, stacks)
 
 
 def _largest(model: nn.Module) -> int:
     """Return the size in bytes of the largest parameter."""
     return max((parameter.nbytes for parameter in model.parameters()), default=0)
-
-
-def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor]:
-    """The stacked tensors by key; tied keys give one object."""
-    stacks_by_id: dict[int, Tensor] = {}
-    stacks = {}
-    for name, tensor in rows[0].items():
-        if id(tensor) not in stacks_by_id:
-            shared = name in array.comparison.shared
-            stacks_by_id[id(tensor)] = _keep(tensor) if shared else stack_of([row[name] for row in rows])
-        stacks[name] = stacks_by_id[id(tensor)]
-    return stacks
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,11 +66,7 @@ def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
         raise IndexError(f"{chosen} takes none of the {len(fused)} members")
     check_together(fused, "a slice")
 
-    def view(stack: Tensor, places: Sequence[int] | None) -> Tensor:
-        values = stack.detach() if places is None else _view(stack, places)
-        return nn.Parameter(values, stack.requires_grad) if isinstance(stack, nn.Parameter) else values
-
-    part = part_of(fused, rows, view)
+    part = part_of(fused, rows, partial(_stack_of, live=True))
     for parameter, (member, name) in fused._array.origins.items():
         if member in rows:
             part._array.origins[parameter] = (rows.index(member), name)
@@ -96,14 +93,7 @@ class GatheredRows:
     @staticmethod
     def of(whole: FusedModule, rows: Sequence[int], live: bool = False) -> GatheredRows:
         """Create an array of members ``rows`` of ``whole``. Raises FusionError, see `load`."""
-
-        def stack_of(stack: Tensor, places: Sequence[int] | None) -> Tensor:
-            values = stack.detach()
-            if places is not None:
-                values = _view(stack, places) if live else values[list(places)]
-            return nn.Parameter(values, stack.requires_grad) if isinstance(stack, nn.Parameter) else values
-
-        gathered = GatheredRows(whole, part_of(whole, rows, stack_of), list(rows), live, {})
+        gathered = GatheredRows(whole, part_of(whole, rows, partial(_stack_of, live=live)), list(rows), live, {})
         gathered._find_kin(Kinds.of(gathered.array).contents)
         gathered.load(rows)
         return gathered
@@ -128,10 +118,10 @@ class GatheredRows:
         resized = len(rows) != len(array)
         # If both arrays have the same single skeleton, all members are alike.
         if resized or len(whole._array.skeletons) > 1 or array._array.skeletons != whole._array.skeletons:
-            before, kinds = Kinds.of(array).contents, Kinds.of(whole)
+            kinds = Kinds.of(whole)
             after = [kinds.contents[row] for row in rows]
-            if after != before:
-                enter(array, before, after, kinds.array(array._array, after))
+            if after != Kinds.of(array).contents:
+                enter(array, after, kinds.array(array._array, after))
                 self._find_kin(after)
         self.rows = list(rows)
         self._load_tensors(resized)
@@ -225,6 +215,14 @@ class GatheredRows:
         compiler: Compiler = self.array._compiler
         compiler.opens = self.whole._compiler.opens
         compiler.kin = Kin(self.array, compiler, tuple(contents), lambda: [self.whole])
+
+
+def _stack_of(stack: Tensor, rows: Sequence[int] | None, live: bool) -> Tensor:
+    """Return a copy of rows of a stack, or a view if ``live``; for None a shared tensor in its memory."""
+    values = stack.detach()
+    if rows is not None:
+        values = _view(stack, rows) if live else values[list(rows)]
+    return nn.Parameter(values, stack.requires_grad) if isinstance(stack, nn.Parameter) else values
 
 
 def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -281,12 +282,6 @@ class MemberCall:
         leaves = [StackedInput(x.tensor[index]) if isinstance(x, StackedInput) else x for x in self.arguments.leaves]
         return replace(self, tensors=tensors, arguments=replace(self.arguments, leaves=tuple(leaves)))
 
-    def common(self) -> dict[str, Tensor]:
-        """The tensors that every member sees, by their names in messages."""
-        named = {f"{kind}[{name!r}]": self.tensors[kind, name] for kind, name in self.shared}
-        leaves = enumerate(self.arguments.leaves)
-        return named | {f"argument tensor {k}": leaf for k, leaf in leaves if isinstance(leaf, Tensor)}
-
     def written(self) -> list[Tensor]:
         """Return all stacks, which a function may write into."""
         stacks = [tensor for key, tensor in self.tensors.items() if key not in self.shared]
@@ -313,10 +308,8 @@ def run_vmapped(fn: Callable[..., Any], name: str, call: MemberCall) -> None:
         changed.extend(changes)
         return tuple(changes.values())
 
-    versions = {label: _version(tensor) for label, tensor in call.common().items()}
-    with vmap_fallback_refused():
+    with _common_unwritten(name, call), vmap_fallback_refused():
         values = torch.func.vmap(single, in_dims=in_dims)(*call.tensors.values(), *(leaves[k] for k in tensors))
-    _check_common(name, call, versions)
     _write(name, call, call.tensors, dict(zip(changed, values, strict=True)))
 
 
@@ -326,10 +319,10 @@ def run_looped(fn: Callable[..., Any], name: str, call: MemberCall, rows: Sequen
         member = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
         # After `tensor.data = value` a tensor does not lie in the row any more.
         given = {key: tensor.detach() for key, tensor in member.items()}
-        versions = {label: _version(tensor) for label, tensor in call.common().items()}
         args, kwargs = call.arguments.of_member(position)
         try:
-            changes = call_member(fn, name, given, args, kwargs)
+            with _common_unwritten(name, call):
+                changes = call_member(fn, name, given, args, kwargs)
         except Exception as error:
             error.add_note(f"hf.each: {name} ran for member {row}")
             raise
@@ -337,7 +330,6 @@ def run_looped(fn: Callable[..., Any], name: str, call: MemberCall, rows: Sequen
             if tensor.data_ptr() != member[key].data_ptr():
                 _check_value(name, f"{key[0]}[{key[1]!r}]", tensor, member[key])
                 changes[key] = tensor
-        _check_common(name, call, versions)
         _write(name, call, member, changes)
 
 
@@ -392,9 +384,15 @@ def _check_value(name: str, label: str, value: Any, like: Tensor) -> None:
         )
 
 
-def _check_common(name: str, call: MemberCall, versions: Mapping[str, int]) -> None:
-    for label, tensor in call.common().items():
-        if _version(tensor) != versions[label]:
+@contextmanager
+def _common_unwritten(name: str, call: MemberCall) -> Iterator[None]:
+    """Context manager: raise a FusionError if the function has written into what all members see."""
+    common = {f"{kind}[{key!r}]": call.tensors[kind, key] for kind, key in call.shared}
+    common |= {f"argument tensor {k}": x for k, x in enumerate(call.arguments.leaves) if isinstance(x, Tensor)}
+    versions = list(map(_version, common.values()))
+    yield
+    for (label, tensor), version in zip(common.items(), versions, strict=True):
+        if _version(tensor) != version:
             raise FusionError(
                 f"{name} writes into {label} in hf.each, which all members see: give each member its own, "
                 "hf.stacked([B, ...]) for an argument, or write into a copy"

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.array.array_description import ArrayState, member_rows, row_copy
-from hfusion.array.array_editing import Kinds, enter, find_new_rows
+from hfusion.array.array_editing import ArrayState, Kinds, enter, find_new_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, value_keys
 from hfusion.capture.compare_models import check_pair
@@ -382,7 +381,7 @@ class Views:
         self._outdated = calling and bool(self._changing)
         if self._outdated:
             return
-        kinds, array = Kinds.of(fused), fused._array
+        kinds = Kinds.of(fused)
         contents = {row: modeless_fingerprint(member.model) for row, member in self.members.items()}
         changed = {row: content for row, content in contents.items() if content != kinds.contents[row]}
         differing = [_differing_names(content, kinds.contents[row]) for row, content in changed.items()]
@@ -399,7 +398,7 @@ class Views:
             for row, content in changed.items():
                 if content not in kinds.skeletons:
                     kinds.skeletons[content] = _without_hooks(self.members[row].skeleton())
-            enter(fused, kinds.contents, after, kinds.array(array, after))
+            enter(fused, after, kinds.array(fused._array, after))
 
     def _divide(self, fused: FusedModule) -> None:
         """Update `split`: empty if all members can be computed together."""
@@ -523,10 +522,12 @@ def unfused(fused: FusedModule) -> list[nn.Module]:
     """Return copies of the members as separate models, with the settings of the members."""
     fused._views.update(fused)
     array, stacks, members = fused._array, dict(tensors(fused)), fused._views.members
-    shared_copies = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
+    array.check_stacks(stacks)
+    copies = {name: row_copy(stacks[name], None) for name in array.comparison.shared}
     models = []
     for row in range(len(fused)):
-        rows, member = member_rows(array, row, stacks, shared_copies), members.get(row)
+        rows = {name: copies[name] if name in copies else row_copy(stacks[name], row) for name in array.shapes}
+        member = members.get(row)
         # With its hooks: a method of one of its modules becomes one of the copy's.
         if member is None:
             models.append(fused._around(row, rows))

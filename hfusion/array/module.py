@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.array_description import Array, ArrayState, mark_tensors
-from hfusion.array.array_editing import Rows
+from hfusion.array.array_editing import Array, ArrayState, Rows, mark_tensors
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.module_tree import STATE, Tree, call_method, fixed_of, grow, method_names, modules_by_path
@@ -76,6 +75,9 @@ class FusedModule(Rows, Tree):
         self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
+        # The arrays of members whose batches have one size, and how programs and kinds of calls treat samples.
+        self._sized: dict[Any, FusedModule] = {}
+        self._samples: dict[Any, tuple[Compiled | None, tuple[int | None, ...] | str]] = {}
         self._loops: dict[str, None] = {}
         # The operators of members, from which programs are derived.
         self._traces: dict[Any, OperatorTrace | None] = {}
@@ -386,7 +388,7 @@ class FusedModule(Rows, Tree):
 
     def _forget(self) -> None:
         """Drop all programs, as tensors of another dtype or device need new ones."""
-        caches: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods]
+        caches: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods, self._samples, self._sized]
         for programs in caches:
             programs.clear()
 

@@ -34,6 +34,8 @@ STATE = frozenset(
         "_real",
         "_bound",
         "_checks",
+        "_sized",
+        "_samples",
         "_loops",
         "_traces",
         "_methods",
