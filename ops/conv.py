@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, lift
-from hfusion.device import layer_times
 from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import (
     Answer,
@@ -38,8 +37,8 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # Of an H200, 16 members, less 0.2 ms that every measured call took: one call 0.2 to 0.3 ms, in a loop 0.12 ms for each.
 # A matrix product took 0.36 ms where the grouped convolution took 0.56 ms.
-GROUPED_ON_GPU, DENSE_ON_GPU = Efficiency(14, kind=layer_times.GROUPED), Efficiency(14, kind=layer_times.DENSE)
-EACH_ON_GPU, PRODUCT_ON_GPU = Efficiency(8, kind=layer_times.CONVOLUTIONS), Efficiency(12, kind=layer_times.BATCHED)
+GROUPED_ON_GPU, DENSE_ON_GPU = Efficiency(14), Efficiency(14)
+EACH_ON_GPU, PRODUCT_ON_GPU = Efficiency(8), Efficiency(12)
 # Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
 GROUPED = Efficiency(67, traffic=0.25, gpu=GROUPED_ON_GPU)
 DENSE = Efficiency(40, traffic=0.45, gpu=DENSE_ON_GPU)
@@ -48,7 +47,7 @@ DENSE_LAST = Efficiency(40, traffic=0.25, gpu=DENSE_ON_GPU)
 LAST = Efficiency(90, traffic=0.7)
 EACH = Efficiency(53, traffic=0.3, gpu=EACH_ON_GPU)
 PRODUCT = Efficiency(21, traffic=0.6, gpu=PRODUCT_ON_GPU)
-PRODUCT_EACH = Efficiency(27, traffic=0.6, gpu=Efficiency(8, kind=layer_times.PRODUCTS))
+PRODUCT_EACH = Efficiency(27, traffic=0.6, gpu=Efficiency(8))
 
 Maybe = Tensor | None
 Options = Mapping[str, Any]

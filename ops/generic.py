@@ -22,7 +22,7 @@ from hfusion.ops.rule import (
     map_values,
     values,
 )
-from hfusion.torch_private.fake_tensors import FakeTensorMode
+from hfusion.torch_private.dispatch_modes import FakeTensorMode
 from hfusion.torch_private.functorch import vmap_fallback_refused
 
 

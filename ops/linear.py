@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout, lift
-from hfusion.device import layer_times
 from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
 from hfusion.ops.saved import FACTORS
@@ -22,8 +21,8 @@ STACKED = Layout.STACKED
 
 # Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
 # On a GPU as in ops/conv.py: one call 0.2 to 0.5 ms, in a loop 0.08 to 0.17 ms for each.
-GEMM = Efficiency(13, arithmetic=0.87, gpu=Efficiency(18, kind=layer_times.BATCHED))
-LOOP = Efficiency(9, arithmetic=0.8, gpu=Efficiency(10, kind=layer_times.PRODUCTS))
+GEMM = Efficiency(13, arithmetic=0.87, gpu=Efficiency(18))
+LOOP = Efficiency(9, arithmetic=0.8, gpu=Efficiency(10))
 
 # Weights [B, O, I] of at least this many elements pay for a Python autograd node that spares the copy of
 # their gradient into the weight's own order.

@@ -84,8 +84,7 @@ class Efficiency:
     ``arithmetic`` and ``traffic``: the shares of the machine's rates that it reaches; ``more``: floating-point
     operations in addition to those of products. Defaults, for lowerings that were not measured, are full rates and the
     four calls that a small operator and its backward take in a program. These are of a CPU; ``gpu`` is of an
-    accelerator, `PLAIN` where it was not measured. ``kind``: the name in `hfusion.device.layer_times` of
-    layers that are timed on this device; calls and arithmetic are then theirs.
+    accelerator, `PLAIN` where it was not measured.
     """
 
     calls: float = 4.0
@@ -93,7 +92,6 @@ class Efficiency:
     traffic: float = 1.0
     more: Count | None = None
     gpu: Efficiency | None = None
-    kind: str = ""
 
 
 PLAIN = Efficiency()

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from hfusion.core.layout import Layout
 from hfusion.device import native
+from hfusion.device.team import torch_library
 from hfusion.ops.rnn_steps import differentiable_gradients, has_all_weights, recurrent, run_per_member, through_layers
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
-from hfusion.torch_private.dispatch_modes import disable_current_modes
-from hfusion.torch_private.fake_tensors import FakeTensor
+from hfusion.torch_private.dispatch_modes import FakeTensor, disable_current_modes
 from hfusion.torch_private.functorch import in_transform, is_wrapped
-from hfusion.torch_private.shared_library import torch_library
 
 aten = torch.ops.aten
 

@@ -26,13 +26,13 @@ from hfusion.passes.batch import SCALARS
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.side_effects import has_effect
 from hfusion.passes.views import writes
-from hfusion.torch_private.fake_tensors import (
+from hfusion.torch_private.dispatch_modes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 # Errors of operators whose results cannot be inferred with fake tensors.
 _UNTOLD = (

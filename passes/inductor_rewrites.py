@@ -15,7 +15,7 @@ from hfusion.core.member_random import draws_random
 from hfusion.ops.norm import BATCHED
 from hfusion.ops.shape import equal
 from hfusion.passes.views import IDENTITY
-from hfusion.torch_private.fake_tensors import FakeTensor
+from hfusion.torch_private.dispatch_modes import FakeTensor
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Slot
 from hfusion.ops.rule import Call, RuleTable, Site, Value
 from hfusion.passes.views import writes
-from hfusion.torch_private.autocast import enter_autocast, exit_autocast
+from hfusion.torch_private.dispatch_modes import enter_autocast, exit_autocast
 
 aten = torch.ops.aten
 

@@ -14,8 +14,7 @@ from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
 from hfusion.ops.rule import hint
-from hfusion.torch_private.dispatch_modes import enable_python_dispatcher
-from hfusion.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from hfusion.torch_private.dispatch_modes import FakeTensor, FakeTensorMode, enable_python_dispatcher
 from hfusion.torch_private.operator_tables import is_composite
 
 aten = torch.ops.aten

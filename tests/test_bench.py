@@ -91,7 +91,7 @@ def test_fuse(tmp_path: Path) -> None:
 
 def test_optim(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "optim", "--quick", "--members", "2", "--repeats", "1")
-    assert len(rows) == 4 * 6
+    assert len(rows) == 9 * 5
     assert all(row["ns_per_param"] > 0 for row in rows)
 
 

@@ -90,7 +90,7 @@ class FusedModule(Rows, Tree):
         self._untraced = torch.compiler.disable(untraced)
         self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
-        coupling.watch(self)
+        coupling.watch()
         self._own_branches(self._array)
 
     def _own_branches(self, array: Array) -> None:

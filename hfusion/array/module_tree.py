@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from hfusion.array.member_views import check_together, switch_mode
 from hfusion.compiler.sandbox import apart
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
-from hfusion.optim import coupling
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -139,15 +137,6 @@ class Tree(nn.Module):
         super().register_buffer(name, tensor, persistent)
         if before is not None and tensor is not before:
             self._replaced()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Same as torch.nn.Module."""
-        array = self.__dict__.get("_array")
-        # Dynamo cannot trace the inspection of frames.
-        if array is not None and not torch.compiler.is_compiling():
-            coupling.check_update_bn(array.skeletons)
-        named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return named
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Same as torch.nn.Module, from a list of modules: walking the tree would be slower than a small update."""

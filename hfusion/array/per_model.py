@@ -38,7 +38,7 @@ from hfusion.device.backend import active_autocast
 from hfusion.device.generators import draws_kept
 from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.functorch import in_transform, is_wrapped, outside_transforms, unwrapped
-from hfusion.torch_private.tracer_warnings import noted
+from hfusion.torch_private.replaced_functions import noted
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from hfusion import optim
 from hfusion.bench import harness
@@ -28,7 +28,11 @@ from hfusion.optim import gpu, native_kernels
 Step = Callable[[], object]
 Shapes = tuple[tuple[int, ...], ...]
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {}, "Adadelta": {}}
+# Those of which torch has a fused kernel on every device, then the others.
+FUSED = ("SGD", "Adam", "AdamW")
+OPTIMIZERS = (*FUSED, "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop")
+"""All whose steps are elementwise, and that torch has."""
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,9 @@ class OptimWorkload:
         return params
 
     def torch_optimizer(self, params: list[nn.Parameter], lr: float, fast: bool) -> Any:
-        """Return torch's optimizer, if ``fast`` with its fastest kernel; there is no fused Adadelta."""
-        options = {"foreach" if self.optimizer == "Adadelta" else "fused": True} if fast else {}
-        return getattr(torch.optim, self.optimizer)(params, lr=lr, **OPTIMIZERS[self.optimizer], **options)
+        """Return torch's optimizer, if ``fast`` with its fastest kernel."""
+        options = {"fused" if self.optimizer in FUSED else "foreach": True} if fast else {}
+        return getattr(torch.optim, self.optimizer)(params, lr=lr, **OPTIONS.get(self.optimizer, {}), **options)
 
 
 def _serial(workload: OptimWorkload, fast: bool = False) -> Step:
@@ -105,60 +109,9 @@ def _hfusion(workload: OptimWorkload, lr: float | None = None) -> Step:
         for index, param in enumerate(workload.tensors(workload.members))
     ]
     step: Step = getattr(optim, workload.optimizer)(
-        params, lr=lr or workload.rates, **OPTIMIZERS[workload.optimizer]
+        params, lr=lr or workload.rates, **OPTIONS.get(workload.optimizer, {})
     ).step
     return step
-
-
-def _eager(workload: OptimWorkload) -> Step:
-    """Start the obvious way: whole stacks, with the learning rates as a tensor that broadcasts."""
-    params = [param.detach() for param in workload.tensors(workload.members)]
-    grads = [torch.randn_like(param) for param in params]
-    state = [[torch.zeros_like(param) for param in params] for _ in range(2)]
-    rates = torch.tensor(workload.rates, device=workload.device)
-    update = EAGER[workload.optimizer]
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        for param, grad, first, second in zip(params, grads, *state, strict=True):
-            lr = rates.view(-1, *[1] * (param.dim() - 1))
-            update(param, grad, first, second, lr, count)
-
-    return step
-
-
-def _eager_sgd(param: Tensor, grad: Tensor, momentum: Tensor, _: Tensor, lr: Tensor, count: int) -> None:
-    momentum.mul_(0.9).add_(grad)
-    param.addcmul_(momentum, lr, value=-1)
-
-
-def _eager_adam(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, lr: Tensor, count: int) -> None:
-    mean.lerp_(grad, 0.1)
-    square.mul_(0.999).addcmul_(grad, grad, value=0.001)
-    scale = square.sqrt().div_((1 - 0.999**count) ** 0.5).add_(1e-8)
-    param.sub_(mean.div(scale).mul_(lr / (1 - 0.9**count)))
-
-
-def _eager_adamw(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, lr: Tensor, count: int) -> None:
-    param.mul_(1 - lr * 1e-2)
-    _eager_adam(param, grad, mean, square, lr, count)
-
-
-def _eager_adadelta(param: Tensor, grad: Tensor, square: Tensor, moved: Tensor, lr: Tensor, count: int) -> None:
-    square.mul_(0.9).addcmul_(grad, grad, value=0.1)
-    delta = moved.add(1e-6).sqrt_().div_(square.add(1e-6).sqrt_()).mul_(grad)
-    moved.mul_(0.9).addcmul_(delta, delta, value=0.1)
-    param.sub_(delta.mul_(lr))
-
-
-EAGER: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]] = {
-    "SGD": _eager_sgd,
-    "Adam": _eager_adam,
-    "AdamW": _eager_adamw,
-    "Adadelta": _eager_adadelta,
-}
 
 
 OURS, BOUND = "hfusion", "stack, one lr"
@@ -166,10 +119,9 @@ CONTENDERS = (
     Contender("serial", "B default torch.optim optimizers, one after the other", _serial),
     Contender(
         "serial fused",
-        "B of them with torch's fastest kernel (fused; foreach for Adadelta)",
+        "B of them with torch's fastest kernel (fused, or foreach where there is none)",
         partial(_serial, fast=True),
     ),
-    Contender("eager stack", "broadcasting arithmetic on the stacks with lr as a tensor", _eager),
     Contender(OURS, "hf.optim with B learning rates", _hfusion),
     Contender("hfusion, one lr", "hf.optim with one learning rate for all", partial(_hfusion, lr=1e-3)),
     Contender(

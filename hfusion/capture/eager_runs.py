@@ -25,7 +25,7 @@ from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
 from hfusion.torch_private.autograd_engine import backward_gradients
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 # Relative tolerances: a graph has the operators of the code, so rounding hardly differs. Gradients: times `GRADIENTS`.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}

@@ -42,18 +42,15 @@ from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional, out_arguments, without_out
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.views import depends_on_strides, handed_back, writes
-from hfusion.torch_private.autocast import enter_autocast, exit_autocast
+from hfusion.torch_private.dispatch_modes import FakeTensor, enter_autocast, exit_autocast
 from hfusion.torch_private.export_state import (
     has_transforms,
     import_exporter,
     module_stack_unwound,
     numbered_parts,
 )
-from hfusion.torch_private.fake_tensors import FakeTensor
-from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
-from hfusion.torch_private.operator_tables import HigherOrderOperator
-from hfusion.torch_private.replaced_functions import autograd_functions_replaced
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.operator_tables import HigherOrderOperator, correct_lstm_decomposition
+from hfusion.torch_private.replaced_functions import autograd_functions_replaced, silence_tracers
 
 # Attempts to export one module while other threads draw from Python's or numpy's random numbers.
 MAX_TRIES = 3

@@ -26,7 +26,7 @@ from hfusion.core.tree import leaves
 from hfusion.device.backend import active_autocast
 from hfusion.passes.candidates import by_name
 from hfusion.torch_private.dispatch_modes import PreDispatchMode, enable_python_dispatcher
-from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
+from hfusion.torch_private.operator_tables import correct_lstm_decomposition
 
 aten = torch.ops.aten
 

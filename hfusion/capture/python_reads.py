@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import tensors_in
 from hfusion.passes.side_effects import EXPECT
+from hfusion.torch_private.dispatch_modes import FakeTensor
 from hfusion.torch_private.export_state import MODULES_BELOW_CODE, TRACERS
-from hfusion.torch_private.fake_tensors import FakeTensor
 from hfusion.torch_private.replaced_functions import NUMBER_OPERATORS
 
 # Reads of values that give no symbol, and the Python functions of torch that read a value and format it.

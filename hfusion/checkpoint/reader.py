@@ -1,12 +1,14 @@
 """Read all or some members of one or several saves into an array, its optimizer, scheduler and scaler.
 
-Everything is checked before anything is written.
+Everything is checked before anything is written. Tensors whose key begins with ``members/`` have a row for each member
+that was saved; all members share the others. In saves of populations each group has keys of its own, which begin with
+``groups/`` and its number.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,19 +22,17 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors as tensors_of
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import decode, encode
-from hfusion.checkpoint.save_contents import OWN, devices_of
 from hfusion.core.errors import CheckpointError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import membership
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import read
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, state_dtype
 from hfusion.optim.lr_scheduler import PerMember
-from hfusion.optim.master_weights import OPTION, STACK, state_dtype
-from hfusion.optim.optimizer_rows import begin_rows
-from hfusion.optim.optimizer_state import numbers_shape
 
-"""By the key of a tensor, its shape in each member; None where a member has no such tensor."""
+OWN = "members/"
+GROUPS = "groups/"
 
 
 @dataclass
@@ -151,76 +151,48 @@ class SaveReader:
 
     def optimizer(self, optimizer: FusedOptimizer) -> Callable[[], None]:
         """Return a function that writes the members' state into an optimizer. All checks are done before."""
-        record, kind = self.agreed("optimizer"), type(optimizer).__name__
+        record = self.agreed("optimizer")
         if record is None:
             raise CheckpointError(f"{self.path} holds no optimizer")
-        current_groups = []
-        for group in optimizer.param_groups:
-            options = encode({key: group[key] for key in optimizer.options}, {}, "options")
-            current_groups.append(
-                {"params": [membership_of(param).name for param in group["params"]], "options": options}
-            )
-        if odd := _difference(record, {"class": kind, "groups": current_groups}):
+        if odd := _difference(record, described(optimizer)):
             raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
-        values: list[tuple[Tensor, Tensor]] = []
-        states: dict[Tensor, tuple[dict[str, Tensor], dict[str, list[int]]]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            vectors, _ = read(group, optimizer.hypers, optimizer.members)
-            for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-                rows = self.member_rows(f"optimizer/{number}/{hyper.label}")
-                _check(self.path, hyper.label, rows, vector)
-                hyper.check(rows.tolist())
-                values.append((vector, rows))
-            for param in group["params"]:
-                states[param] = self._state(param, state_dtype(param, group[OPTION]), optimizer.numbers)
+        pieces, stop = [], 0
+        for saved, indices in self.parts:
+            start, stop = stop, stop + len(indices)
+            pieces.append((range(start, stop), _optimizer_tables(saved, indices, optimizer)))
+        shared = self._shared_state(optimizer)
         begun = decode(record["begun"], {})
 
         def write() -> None:
-            _copy(values)
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    entries, fresh = states[param]
-                    optimizer.state.pop(param, None)
-                    if entries:
-                        optimizer.state[param] = entries
-                        begin_rows(optimizer, group, param, fresh)
+            for rows, tables in pieces:
+                optimizer.put(rows, tables)
+            for param, entries in shared.items():
+                optimizer.state.pop(param, None)
+                if entries:
+                    optimizer.state[param] = entries
             optimizer.initial_values = begun
             optimizer.forget()
 
         return write
 
-    def _state(
-        self, param: Tensor, dtype: torch.dtype, numbers: Container[str]
-    ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """Return the optimizer state of a parameter by entry, and the rows of members that lack an entry, by entry.
-
-        dtype: of the stacks in the state. numbers: the entries that are one number per member.
-        """
-        mark = membership_of(param)
-        prefix = f"optimizer/state/{mark.name}/"
-        entries_by_save = [_entries(saved, prefix) for saved, _ in self.parts]
-        if not mark.stacked and any(keys != entries_by_save[0] for keys in entries_by_save):
-            raise CheckpointError(
-                f"{self.path}: {mark.name} is one for all members, and the optimizer has no state of it in some of "
-                "the saves: merge arrays that have all made a step"
-            )
-        state, fresh = {}, {}
-        for entry in sorted(set().union(*entries_by_save)):
-            present = [entry in keys for keys in entries_by_save]
-            reader = SaveReader([part for part, has in zip(self.parts, present, strict=True) if has])
-            value = reader._values(prefix + entry, mark.name, param).clone()
-            if not all(present):
-                marks = [has for (_, indices), has in zip(self.parts, present, strict=True) for _ in indices]
-                value = _spread(value, marks)
-                fresh[entry] = [row for row, has in enumerate(marks) if not has]
-            if value.shape != (numbers_shape(param) if entry in numbers else param.shape):
-                raise CheckpointError(f"{self.path}: {entry} of {mark.name} has shape {list(value.shape)}")
-            if entry == STACK and dtype == param.dtype:
+    def _shared_state(self, optimizer: FusedOptimizer) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the optimizer state of the parameters that all members share."""
+        state = {}
+        for param, name in shared_params(optimizer):
+            prefix = f"optimizer/state/{name}/"
+            keys = [sorted(key for key in saved.tensors if key.startswith(prefix)) for saved, _ in self.parts]
+            if any(saved_keys != keys[0] for saved_keys in keys):
                 raise CheckpointError(
-                    f"{self.path} holds master weights, and the optimizer has none: make it with master_weights=True"
+                    f"{self.path}: {name} is one for all members, and the optimizer has no state of it in some of "
+                    "the saves: merge arrays that have all made a step"
                 )
-            state[entry] = value if entry in numbers else value.to(param.device, dtype)
-        return state, fresh
+            entries = {key.removeprefix(prefix): self.shared_tensor(key).clone() for key in keys[0]}
+            for entry, value in entries.items():
+                _check_entry(self.path, optimizer, param, entry, value.shape)
+                if entry not in optimizer.numbers:
+                    entries[entry] = value.to(param.device)
+            state[param] = entries
+        return state
 
     def scheduler(self, scheduler: Any) -> Callable[[], None]:
         schedules = [(saved, indices, saved.body.get("schedule")) for saved, indices in self.parts]
@@ -236,7 +208,7 @@ class SaveReader:
                     f"{self.path}: {type(scheduler).__name__} has one state for all members, and loads with all of "
                     "them only; use hf.optim.lr_scheduler.PerMember"
                 )
-            self._check_kinds(schedules[0][2].get("kinds", []), [type(scheduler).__name__])
+            self._check_kinds(schedules[0][2]["kinds"], [type(scheduler).__name__])
             state = decode(schedules[0][2]["all"], schedules[0][0].tensors)
             return lambda: scheduler.load_state_dict(state)
         states = [
@@ -244,10 +216,9 @@ class SaveReader:
             for saved, indices, schedule in schedules
             for index in indices
         ]
-        if all("kinds" in schedule for *_, schedule in schedules):
-            self._check_kinds(
-                [schedule["kinds"][index] for _, indices, schedule in schedules for index in indices], scheduler.kinds
-            )
+        self._check_kinds(
+            [schedule["kinds"][index] for _, indices, schedule in schedules for index in indices], scheduler.kinds
+        )
 
         def write() -> None:
             for row, member_state in enumerate(states):
@@ -256,8 +227,8 @@ class SaveReader:
         return write
 
     def _check_kinds(self, saved_kinds: Sequence[str], kinds: Sequence[str]) -> None:
-        """Raise a CheckpointError if members had schedulers of other classes. Older saves do not record them."""
-        for row, (saved_kind, kind) in enumerate(zip(saved_kinds, kinds, strict=bool(saved_kinds))):
+        """Raise a CheckpointError if members had schedulers of other classes."""
+        for row, (saved_kind, kind) in enumerate(zip(saved_kinds, kinds, strict=True)):
             if saved_kind != kind:
                 raise CheckpointError(
                     f"{self.path} holds {saved_kind} for {self.tags[row]!r}, and its scheduler here is {kind}: give "
@@ -278,15 +249,12 @@ class SaveReader:
         return write
 
     def initial_hyperparameters(self, key: str) -> dict[str, float | None]:
-        """Return the hyper-parameters that members started with, by name; None where members differ.
-
-        Older saves do not contain them.
-        """
-        records = [decode(saved.body[key], {}) for saved, _ in self.parts if key in saved.body]
-        names = dict.fromkeys(name for values in records for name in values)
+        """Return the hyper-parameters that members started with, by name; None where members differ."""
+        records = [decode(saved.body[key], {}) for saved, _ in self.parts]
+        first = records[0]
         return {
-            name: records[0].get(name) if all(values.get(name) == records[0].get(name) for values in records) else None
-            for name in names
+            name: first.get(name) if all(values.get(name) == first.get(name) for values in records) else None
+            for name in dict.fromkeys(name for values in records for name in values)
         }
 
     def random(self, *models: nn.Module) -> Callable[[], None]:
@@ -312,6 +280,67 @@ class SaveReader:
         """Return the nested value that the first save holds under ``key``."""
         saved = self.parts[0][0]
         return decode(saved.body.get(key), saved.tensors)
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    return list(dict.fromkeys(tensor.device for _, tensor in tensors_of(model)))
+
+
+def described(optimizer: FusedOptimizer) -> dict[str, Any]:
+    """Return the class, parameters and options of an optimizer, which must be the same when it is loaded."""
+    groups = [
+        {
+            "params": [membership_of(param).name for param in group["params"]],
+            "options": encode({key: group[key] for key in optimizer.options}, {}, "options"),
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def optimizer_stacks(optimizer: FusedOptimizer) -> dict[str, Tensor]:
+    """Return the members' hyper-parameters and state of an optimizer by their keys in a save, to access rows."""
+    tables = optimizer.tables().items()
+    return {f"optimizer/{name}/{key}": stack for name, table in tables for key, stack in table.columns.items()}
+
+
+def shared_params(optimizer: FusedOptimizer) -> list[tuple[Tensor, str]]:
+    """Return the parameters of an optimizer that several members share, with their names."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(param, membership_of(param).name) for param in params if not membership_of(param).is_own]
+
+
+def _optimizer_tables(saved: Saved, indices: Sequence[int], optimizer: FusedOptimizer) -> dict[str, MemberTable]:
+    """Return the rows of one save as `FusedOptimizer.put` takes them. Raises CheckpointError if they do not fit."""
+    tables = {name: MemberTable(len(indices)) for name in optimizer.tables()}
+    for key in saved.tensors:
+        name, _, column = key.removeprefix(OWN).removeprefix("optimizer/").rpartition("/")
+        if name in tables:
+            tables[name][column] = _rows(saved, key.removeprefix(OWN), indices)
+    for number, group in enumerate(optimizer.param_groups):
+        for hyper in optimizer.hypers:
+            values = tables[f"param group {number}"][hyper.label]
+            if values.shape != (len(indices),) or values.dtype != torch.float64:
+                raise CheckpointError(f"{saved.path}: {hyper.label} has shape {list(values.shape)}")
+            hyper.check(values.tolist())
+        for param in group["params"]:
+            if (table := tables.get(f"state/{membership_of(param).name}")) is None:
+                continue
+            if MASTER_STACK in table and state_dtype(param, group[MASTER_WEIGHTS]) == param.dtype:
+                raise CheckpointError(
+                    f"{saved.path} holds master weights, and the optimizer has none: make it with master_weights=True"
+                )
+            for entry, rows in table.columns.items():
+                _check_entry(saved.path, optimizer, param, entry, rows.shape[1:])
+    return tables
+
+
+def _check_entry(path: Path, optimizer: FusedOptimizer, param: Tensor, entry: str, shape: torch.Size) -> None:
+    """Raise CheckpointError if an entry of the state of a parameter has a wrong shape in each member."""
+    mark = membership_of(param)
+    member_shape = param.shape[1:] if mark.stacked else param.shape
+    if shape != (torch.Size() if entry in optimizer.numbers else member_shape):
+        raise CheckpointError(f"{path}: {entry} of {mark.name} has shape {list(shape)} in each member")
 
 
 def _difference(saved: Any, current: Any) -> str:
@@ -340,19 +369,6 @@ def _rows(saved: Saved, key: str, indices: Sequence[int]) -> Tensor:
         return saved.tensors[OWN + key][indices]
     shared = saved.tensors[key]
     return shared.expand(len(indices), *shared.shape)
-
-
-def _entries(saved: Saved, prefix: str) -> set[str]:
-    """Return the keys of a parameter's optimizer state."""
-    keys = {key.removeprefix(OWN) for key in saved.tensors}
-    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-
-
-def _spread(rows: Tensor, marks: Sequence[bool]) -> Tensor:
-    """Return ``rows`` at the marked positions, with zeros at the others."""
-    spread_rows = rows.new_zeros(len(marks), *rows.shape[1:])
-    spread_rows[torch.tensor(marks, device="cpu")] = rows
-    return spread_rows
 
 
 def _identical(tensor: Tensor, other: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random as python_random
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,15 +13,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
+from hfusion.capture.registered_tensors import tensors as tensors_of
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
-from hfusion.checkpoint.reader import SaveReader
-from hfusion.checkpoint.save_contents import GROUPS, SaveWriter
+from hfusion.checkpoint.json_tree import encode
+from hfusion.checkpoint.reader import (
+    GROUPS,
+    OWN,
+    SaveReader,
+    described,
+    devices_of,
+    optimizer_stacks,
+    shared_params,
+)
 from hfusion.core.errors import CheckpointError
+from hfusion.core.membership import check_whole_stack, has_rows, is_per_member, member_rows, membership
+from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.lr_scheduler import PerMember
 
 Root = str | os.PathLike[str]
 
@@ -106,6 +121,101 @@ def _check_ours(name: str, value: Any, kind: type) -> None:
         )
 
 
+@dataclass
+class SaveWriter:
+    """Collects a save: ``rows`` are the array's rows of the members that are saved."""
+
+    rows: Sequence[int]
+    body: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def store_rows(self, key: str, stack: Tensor) -> None:
+        """Store a copy of the members' rows of a stack, on the CPU."""
+        if list(self.rows) == list(range(len(stack))):
+            # Copy directly, without a temporary copy on the device.
+            self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
+            return
+        rows = torch.as_tensor(list(self.rows), device=stack.device)
+        self.tensors[OWN + key] = stack.detach().index_select(0, rows).cpu()
+
+    def store_shared(self, key: str, tensor: Tensor) -> None:
+        """Store a copy of a tensor that all members share, on the CPU."""
+        self.tensors[key] = tensor.detach().cpu().clone()
+
+    def tree(self, key: str, value: Any) -> Any:
+        """Return a nest of plain values and tensors as JSON, and store its tensors."""
+        tensors: dict[str, Tensor] = {}
+        try:
+            encoded = encode(value, tensors, key)
+        except RecursionError as error:
+            raise CheckpointError(f"{key} is nested too deep, or holds itself: keep plain values") from error
+        self.tensors |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        return encoded
+
+    def module(self, module: nn.Module) -> None:
+        """Store the tensors of an array, or of a single model that has marks."""
+        if isinstance(module, FusedModule):
+            module._views.update(module)
+        names = {}
+        for name, tensor in tensors_of(module):
+            check_whole_stack(tensor, "save it with torch.distributed.checkpoint")
+            names[name], mark = is_per_member(tensor), membership(tensor)
+            if mark is None or not mark.is_own:
+                self.store_shared(f"module/{name}", tensor)
+            else:
+                self.store_rows(f"module/{name}", member_rows(tensor, mark))
+        self.body["module"] = {"stacked": names}
+
+    def optimizer(self, optimizer: FusedOptimizer) -> None:
+        for key, stack in optimizer_stacks(optimizer).items():
+            self.store_rows(key, stack)
+        for param, name in shared_params(optimizer):
+            for entry, value in optimizer.state.get(param, {}).items():
+                self.store_shared(f"optimizer/state/{name}/{entry}", value)
+        begun = encode(optimizer.initial_values, {}, "begun")
+        self.body["optimizer"] = {**described(optimizer), "begun": begun}
+
+    def scheduler(self, scheduler: Any) -> None:
+        if isinstance(scheduler, PerMember):
+            states = [self.tree(f"schedule/{row}", scheduler.member_state(row)) for row in self.rows]
+            self.body["schedule"] = {"members": states, "kinds": [scheduler.kinds[row] for row in self.rows]}
+        else:
+            state = self.tree("schedule", scheduler.state_dict())
+            self.body["schedule"] = {"all": state, "kinds": [type(scheduler).__name__]}
+
+    def scaler(self, scaler: GradScaler) -> None:
+        state = scaler.state_dict()
+        self.body["scaler"] = sorted(state)
+        self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
+        for name, value in state.items():
+            self.store_rows(f"scaler/{name}", value)
+
+    def run(self, loader: Any, extra: Any, modules: Sequence[nn.Module]) -> None:
+        """Store the loader's position, ``extra``, and the random states of torch, Python, numpy and the devices."""
+        if loader is not None:
+            if not hasattr(loader, "state_dict"):
+                raise CheckpointError(
+                    f"loader must have a state_dict, by which it could go on, got {type(loader).__name__}. Give "
+                    "torchdata's StatefulDataLoader, or none."
+                )
+            self.body["loader"] = self.tree("loader", loader.state_dict())
+        self.body["extra"] = self.tree("extra", extra)
+        devices = dict.fromkeys(device for module in modules for device in devices_of(module))
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": python_random.getstate(),
+            "numpy": np.random.get_state(),
+            "devices": {str(device): backend(device).random_states() for device in devices},
+        }
+        self.body["random"] = self.tree("random", state)
+
+
+def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
+    """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
+    stacks = {f"module/{name}": tensor.detach() for name, tensor in tensors_of(fused) if has_rows(tensor)}
+    return stacks | optimizer_stacks(optimizer)
+
+
 def load(
     directory: Root | Sequence[Root],
     model: nn.Module,
@@ -177,40 +287,21 @@ def writing(
     return write
 
 
-class Writing(Future[Path]):
-    """The future of a save in a background thread: its folder, or its error, which is reported if not retrieved."""
+def in_thread(write: Callable[[], Path]) -> Future[Path]:
+    """Run ``write`` in another thread, for which the process waits before it exits, and return its future.
 
-    _retrieved = False
-
-    def result(self, timeout: float | None = None) -> Path:
-        self._retrieved = True
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._retrieved = True
-        return super().exception(timeout)
-
-    def settle(self) -> None:
-        """Wait for the save. Raises its error if no caller has retrieved it."""
-        error = super().exception()
-        if error is not None and not self._retrieved:
-            self._retrieved = True
-            raise CheckpointError(f"the save before this one: {error}") from error
-
-    def __del__(self) -> None:
-        if self.done() and not self._retrieved and (error := super().exception()) is not None:
-            warnings.warn(f"a save failed, and its result was never read: {error}", stacklevel=2)
-
-
-def in_thread(write: Callable[[], Path]) -> Writing:
-    """Run ``write`` in another thread, for which the process waits before it exits, and return its future."""
-    future = Writing()
+    An error is also a warning: the result may never be read.
+    """
+    future: Future[Path] = Future()
 
     def run() -> None:
         try:
             future.set_result(write())
         except BaseException as error:
-            future.set_exception(error)
+            try:
+                warnings.warn(f"a save has failed: {error}", stacklevel=1)
+            finally:
+                future.set_exception(error)
 
     threading.Thread(target=run, name="hfusion checkpoint").start()
     return future

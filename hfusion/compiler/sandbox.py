@@ -14,7 +14,7 @@ from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.torch_private.autograd_engine import without_saved_tensor_hooks
 from hfusion.torch_private.dispatch_modes import disable_current_modes, function_modes, replace_function_modes
 from hfusion.torch_private.module_hooks import without_cached_parametrizations
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 
 @contextmanager

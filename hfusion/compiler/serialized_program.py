@@ -17,10 +17,14 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.passes.batch import batch
 from hfusion.passes.layouts import Choice
-from hfusion.torch_private.dispatch_modes import disable_current_modes, enable_python_dispatcher
-from hfusion.torch_private.fake_tensors import FakeTensorMode, with_dynamic_dims
-from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.dispatch_modes import (
+    FakeTensorMode,
+    disable_current_modes,
+    enable_python_dispatcher,
+    with_dynamic_dims,
+)
+from hfusion.torch_private.operator_tables import correct_lstm_decomposition
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 
 def write_compiled(compiled: Compiled) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 
@@ -44,10 +43,6 @@ class Membership:
 def member_rows(tensor: torch.Tensor, mark: Membership) -> torch.Tensor:
     """Return a tensor, or its state or gradient, as ``[B, *shape]``; B is 1 if one model or all members own it."""
     return tensor if mark.stacked else tensor.unsqueeze(0)
-
-
-arrays: WeakSet[torch.nn.Module] = WeakSet()
-"""The fused modules of this process."""
 
 
 def mark(tensor: T, membership: Membership) -> T:

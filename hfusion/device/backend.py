@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
-from hfusion.torch_private.autocast import is_any_autocast_enabled
+from hfusion.device.device_queues import DeviceQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
+from hfusion.torch_private.dispatch_modes import is_any_autocast_enabled
 from hfusion.torch_private.seeding import waiting_seeds_kept
 
 _TYPES = ("cuda", "xpu", "mps")
@@ -45,34 +45,44 @@ _MULTIPLYING = (("conv",), ("rnn", "lstm", "gru"), ("mm", "linear", "mat", "mv",
 T = TypeVar("T")
 
 
-class Backend(Protocol):
-    """A device.
+@dataclass(frozen=True)
+class Backend:
+    """The services of a device. These are of the processor that runs Python, whose work is done at once.
 
-    ``pins``: copies between it and pinned host memory overlap with computing. ``hands_over``: a tensor can take over
-    the memory of another by DLPack. ``fuses``: torch's fused optimizers run on it.
+    Attributes:
+        pins: whether copies between it and pinned host memory overlap with computing.
+        hands_over: whether a tensor can take over the memory of another by DLPack.
+        fuses: whether torch's fused optimizers run on it.
+        name: the name of the accelerator's model; empty for the host.
     """
 
     @property
-    def pins(self) -> bool: ...
+    def pins(self) -> bool:
+        return False
 
     @property
-    def hands_over(self) -> bool: ...
+    def hands_over(self) -> bool:
+        return True
 
     @property
-    def fuses(self) -> bool: ...
+    def fuses(self) -> bool:
+        return True
 
     @property
     def name(self) -> str:
-        """The name of the accelerator's model; empty for the host."""
+        return ""
 
     def queue(self, copies: bool = False) -> Queue:
         """Return a queue for exclusive use until it is closed; ``copies``: it is used for copies only."""
+        return Queue()
 
     def current(self) -> AbstractContextManager[Any]:
         """Context manager: kernels are launched on this device."""
+        return nullcontext()
 
     def mark(self) -> Mark | None:
         """Return a mark that tells when all work queued by this thread is done; None if it is."""
+        return None
 
     def share(self, tensor: Tensor) -> None:
         """Note that this thread's queue uses a tensor of another queue, so that its memory outlives both."""
@@ -85,70 +95,33 @@ class Backend(Protocol):
 
         The reason is empty for the host, which launches nothing.
         """
-
-    def free_bytes(self) -> int:
-        """Return the bytes of free memory. Not for the host, whose memory other processes share."""
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Return the seconds until all work that ``run`` queues is done, by the device's own clock."""
-
-    def allocated(self, run: Callable[[], object]) -> int:
-        """Return the peak of allocated bytes while ``run`` runs. Not for the host."""
-
-    def random_states(self) -> dict[str, Tensor]:
-        """Return the states of the generators from which operators on this device draw, by type of device."""
-
-    def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Restore the states that `random_states` returned."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """The processor that runs Python."""
-
-    pins: bool = False
-    hands_over: bool = True
-    fuses: bool = True
-    name: str = ""
-
-    def queue(self, copies: bool = False) -> Queue:
-        return HostQueue()
-
-    def mark(self) -> Mark | None:
-        return None
-
-    def share(self, tensor: Tensor) -> None:
-        return
-
-    def current(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def wait(self) -> None:
-        return
-
-    def recorder(self) -> Recorder | str:
         return ""
 
     def free_bytes(self) -> int:
+        """Return the bytes of free memory. Not for the host, whose memory other processes share."""
         raise NotImplementedError("the memory of a host is not one process's to take")
 
     def seconds(self, run: Callable[[], object]) -> float:
+        """Return the seconds until all work that ``run`` queues is done, by the device's own clock."""
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
 
     def allocated(self, run: Callable[[], object]) -> int:
+        """Return the peak of allocated bytes while ``run`` runs. Not for the host."""
         raise NotImplementedError("allocations of a host are not counted")
 
     def random_states(self) -> dict[str, Tensor]:
+        """Return the states of the generators from which operators on this device draw, by type of device."""
         return {"cpu": torch.get_rng_state()}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        """Restore the states that `random_states` returned."""
         torch.set_rng_state(states["cpu"])
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class Accelerator(Backend):
     """A device with its own memory that works asynchronously to Python."""
 
     device: torch.device
@@ -217,10 +190,10 @@ class Accelerator:
         return int(torch.accelerator.max_memory_allocated(self.device))
 
     def random_states(self) -> dict[str, Tensor]:
-        return {"cpu": torch.get_rng_state(), self.device.type: self._module.get_rng_state(*self._device_arguments)}
+        return super().random_states() | {self.device.type: self._module.get_rng_state(*self._device_arguments)}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        torch.set_rng_state(states["cpu"])
+        super().set_random_states(states)
         self._module.set_rng_state(states[self.device.type], *self._device_arguments)
 
     @property
@@ -271,7 +244,7 @@ class Recorder:
 
 def backend(device: torch.device) -> Backend:
     """Return the backend of ``device``."""
-    return Host() if device.type == "cpu" else Accelerator(device)
+    return Backend() if device.type == "cpu" else Accelerator(device)
 
 
 def memory_of(size: int, *, pinned: bool) -> int:
@@ -316,7 +289,7 @@ def is_recorded(device: torch.device) -> bool:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Context manager: restore torch's random states of all devices at the end."""
-    backends: list[Backend] = [Host(), *map(Accelerator, _in_use())]
+    backends: list[Backend] = [Backend(), *map(Accelerator, _in_use())]
     states_before = [device_backend.random_states() for device_backend in backends]
     with waiting_seeds_kept():
         try:
@@ -401,23 +374,16 @@ class GraphPool:
     """
 
     def __init__(self) -> None:
-        self._graphs: WeakSet[PooledGraph] = WeakSet()
+        self._graphs: WeakSet[DeviceGraph] = WeakSet()
 
     def handle(self) -> Any:
         """Return torch's handle of the pool, None for a new one."""
         graph = next(iter(self._graphs), None)
         return None if graph is None else graph.pool()
 
-    def add(self, graph: PooledGraph) -> None:
+    def add(self, graph: DeviceGraph) -> None:
         """Let later graphs share the pool of ``graph`` as long as it is alive."""
         self._graphs.add(graph)
-
-
-class PooledGraph(Protocol):
-    """A graph that was recorded in a pool of memory."""
-
-    def pool(self) -> Any:
-        """Return torch's handle of that pool."""
 
 
 class DeviceGraph:

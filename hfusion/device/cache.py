@@ -43,8 +43,7 @@ def lasts() -> bool:
     try:
         if folder is not None:
             _make(folder)
-            with _opened(folder):
-                return os.access(folder, os.W_OK)
+            return os.access(folder, os.W_OK)
     except OSError:
         pass
     return False
@@ -76,8 +75,7 @@ def _usable(folder: Path | None) -> Path:
     if folder is not None:
         try:
             _make(folder)
-            with _opened(folder):
-                return folder
+            return folder
         except OSError as error:
             trouble = f"{folder}: {error.strerror}"
     private = _private()
@@ -103,22 +101,12 @@ def _private() -> Path:
 
 
 def _make(folder: Path) -> None:
+    """Create a folder. Raises OSError if that fails, or another user can write to it."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         missing.mkdir(0o700, exist_ok=True)
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[int | None]:
-    """Yield a handle of ``folder``; None on systems without them. Raises OSError if another user can write to it."""
-    if not _HAS_OWNERS:
-        yield None
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _check_own(os.fstat(handle))
-        yield handle
-    finally:
-        os.close(handle)
+    # Raises NotADirectoryError.
+    os.scandir(folder).close()
+    _check_own(folder.stat())
 
 
 def _check_own(status: os.stat_result) -> None:
@@ -134,18 +122,18 @@ def read(path: Path) -> bytes:
 
     Raises OSError, with the reason in ``strerror``, for a missing file and one that another user could have written.
     """
-    with _opened(path.parent) as folder:
-        handle = os.open(path if folder is None else path.name, os.O_RDONLY | _CAREFUL, dir_fd=folder)
-        try:
-            # The open file is checked, so that a renamed one cannot take its place.
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
-            _check_own(status)
-            with open(handle, "rb", closefd=False) as file:
-                content = file.read(MAX_BYTES + 1)
-        finally:
-            os.close(handle)
+    _check_own(path.parent.stat())
+    handle = os.open(path, os.O_RDONLY | _CAREFUL)
+    try:
+        # The open file is checked, so that a renamed one cannot take its place.
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        _check_own(status)
+        with open(handle, "rb", closefd=False) as file:
+            content = file.read(MAX_BYTES + 1)
+    finally:
+        os.close(handle)
     if len(content) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES:,} bytes")
     return content
@@ -153,25 +141,25 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically: other processes see all of it or nothing, even after a crash. Raises OSError."""
+    with _temporary(path, content) as temporary:
+        os.replace(temporary, path)
+
+
+@contextmanager
+def _temporary(path: Path, content: bytes) -> Iterator[Path]:
+    """Yield a file with ``content`` in the folder of ``path``, and remove it if it is still there. Raises OSError."""
     _make(path.parent)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with _opened(path.parent) as folder:
-        new, final = (temporary, path) if folder is None else (Path(temporary.name), Path(path.name))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL
-        handle = os.open(new, flags, 0o600, dir_fd=folder)
-        try:
-            with open(handle, "wb") as file:
-                if folder is not None:
-                    os.fchmod(handle, 0o600)
-                file.write(content)
-                file.flush()
-                os.fsync(handle)
-            os.replace(new, final, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            os.unlink(new, dir_fd=folder)
-            raise
-        if folder is not None:
-            os.fsync(folder)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600), "wb") as file:
+            if _HAS_OWNERS:
+                os.fchmod(file.fileno(), 0o600)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_sealed(path: Path) -> bytes:
@@ -190,21 +178,16 @@ def write_sealed(path: Path, content: bytes) -> None:
 
 def write_sealed_once(path: Path, content: bytes) -> bool:
     """Write as `write_sealed` unless an intact file exists. Return whether it was written. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    write(temporary, content + _digest(path.name, content))
-    with _opened(path.parent) as folder:
-        new, final = (temporary, path) if folder is None else (Path(temporary.name), Path(path.name))
+    with _temporary(path, content + _digest(path.name, content)) as temporary:
         try:
             # Unlike a rename, a link never replaces an existing file.
-            os.link(new, final, src_dir_fd=folder, dst_dir_fd=folder)
+            os.link(temporary, path)
             return True
         except FileExistsError:
             if _whole(path):
                 return False
-            write_sealed(path, content)
-            return True
-        finally:
-            os.unlink(new, dir_fd=folder)
+    write_sealed(path, content)
+    return True
 
 
 def _whole(path: Path) -> bool:

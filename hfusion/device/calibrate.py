@@ -17,18 +17,15 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from hfusion.core.claimed_folder import temporary_folder
 from hfusion.core.errors import PlanError
-from hfusion.device import layer_times
 from hfusion.device.backend import accelerators, backend
 from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_json, write_json
-from hfusion.device.layer_times import KindFit
 from hfusion.device.native import core_cache, cores, processor, processor_name
-from hfusion.device.openmp import torch_threads
+from hfusion.device.team import torch_threads
 
 _HALF = ("bfloat16", "float16")
 # Rates that arrays on the same device share when they compute at the same time.
@@ -61,7 +58,6 @@ class ComputeRates:
         memory: bytes/s that elementwise operators read and write.
         calls: calls of tiny operators per second, from Python and by autograd.
         bfloat16, float16: matrix products in these dtypes, FLOP/s; None for the rate of float32.
-        kinds: measured efficiency of each kind of lowering, by the names in `hfusion.device.layer_times`.
     """
 
     flops: float
@@ -70,7 +66,6 @@ class ComputeRates:
     bfloat16: float | None = field(default=None, kw_only=True)
     float16: float | None = field(default=None, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
-    kinds: Mapping[str, KindFit] = field(default_factory=dict, kw_only=True, hash=False)
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Return the rate of matrix products of ``dtype``, FLOP/s."""
@@ -79,7 +74,7 @@ class ComputeRates:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name in ("device", "kinds") or (value is None and name in _HALF):
+            if name == "device" or (value is None and name in _HALF):
                 continue
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"rate {name} is {value!r}: it must be a positive number")
@@ -128,8 +123,7 @@ def standard_rates(device: torch.device) -> ComputeRates:
 def compute_rates(device: torch.device) -> ComputeRates:
     """Return the rates from which lowerings are chosen: those of this machine, measured once in about 0.2 s.
 
-    On an accelerator this takes up to three seconds more, to time the kinds of lowerings
-    (`hfusion.device.layer_times`). So that all processes of a machine use the same rates, `standard_rates` are used if
+    So that all processes of a machine use the same rates, `standard_rates` are used if
     measurements cannot be cached, if this machine has no such device, and with HFUSION_RATES=standard in the
     environment. They are also used if the machine is too busy to be measured; the next process tries again.
     """
@@ -181,19 +175,12 @@ def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     key = tuple(description.values())
     if key in _busy:
         return standard_rates(device), _busy[key]
-    layers = () if device.type == "cpu" else tuple(layer_times.timed_layers())
     try:
-        measured, trouble = _cached_rates(
-            "compute", description, (*_COMPUTING, *layers), partial(_measure_compute, device)
-        )
+        measured, trouble = _cached_rates("compute", description, _COMPUTING, partial(_measure_computing, device))
     except BusyMachine as error:
         _busy[key] = str(error)
         return standard_rates(device), _busy[key]
-    computing: dict[str, Any] = {name: measured[name] for name in _COMPUTING}
-    if layers:
-        flops, memory, calls = (measured[name] for name in ("flops", "memory", "calls"))
-        computing["kinds"] = layer_times.fitted(measured, flops, memory, calls)
-    return ComputeRates(**computing, device=device.type), trouble
+    return ComputeRates(**measured, device=device.type), trouble
 
 
 # Reasons why devices could not be measured; a process does not try again.
@@ -252,13 +239,6 @@ def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> d
     except OSError as error:
         warnings.warn(f"the rates of the machine in {path} are measured again: {error.strerror}", stacklevel=4)
         return None
-
-
-def _measure_compute(device: torch.device) -> dict[str, float]:
-    """Measure the rates, and on an accelerator the layers. Raises BusyMachine."""
-    rates = _measure_computing(device)
-    with _plainly(device):
-        return rates if device.type == "cpu" else {**rates, **layer_times.measure(device)}
 
 
 def _measure_computing(device: torch.device) -> dict[str, float]:

@@ -7,22 +7,26 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
 
 
-class Queue(Protocol):
-    """A queue of work that a device does in order, concurrently with its other queues."""
+class Queue:
+    """A queue of work that a device does in order, concurrently with its other queues.
+
+    This one is of the host, whose work is done as soon as it is queued.
+    """
 
     def run(self, job: Callable[[], None]) -> None:
         """Call ``job``; the operators that it calls belong to this queue. They may be done later."""
+        job()
 
     def wait(self) -> None:
         """Wait until all queued work is done."""
 
     def mark(self) -> Mark | None:
         """Return a mark that tells when all queued work is done; None if it is."""
+        return None
 
     def close(self) -> None:
         """Release the queue's resources. No work may be added to it afterwards."""
@@ -74,24 +78,7 @@ class MarkClock:
         self._last = None
 
 
-@dataclass(frozen=True)
-class HostQueue:
-    """The queue of the host, whose work is done as soon as it is queued."""
-
-    def run(self, job: Callable[[], None]) -> None:
-        job()
-
-    def wait(self) -> None:
-        return
-
-    def mark(self) -> Mark | None:
-        return None
-
-    def close(self) -> None:
-        return
-
-
-class StreamQueue:
+class StreamQueue(Queue):
     """A queue of a device that supports several queues."""
 
     def __init__(self, device: torch.device, copies: bool) -> None:
@@ -112,14 +99,11 @@ class StreamQueue:
         self._lent.give_back()
 
 
-@dataclass(frozen=True)
-class DeviceQueue:
+class DeviceQueue(Queue):
     """The only queue of a device that does not support several."""
 
-    device: torch.device
-
-    def run(self, job: Callable[[], None]) -> None:
-        job()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self.device)
@@ -128,9 +112,6 @@ class DeviceQueue:
         # Events are untested on such devices.
         self.wait()
         return None
-
-    def close(self) -> None:
-        return
 
 
 # Streams of devices, each lent to one owner at a time and used again afterwards.

@@ -5,8 +5,7 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.clip import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.convert import fuse
 from hfusion.optim.formula import for_all, per_member
-from hfusion.optim.formulas import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, NAdam, RAdam, RMSprop
-from hfusion.optim.muon import Muon
+from hfusion.optim.formulas import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, Muon, NAdam, RAdam, RMSprop
 from hfusion.optim.param_groups import groups
 from hfusion.optim.scaler import GradScaler
 

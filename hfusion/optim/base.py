@@ -21,26 +21,46 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hfusion.core.errors import CheckpointError, FusionError
+from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
 from hfusion.core.membership import mark, membership
 from hfusion.device.backend import Recorder, backend
-from hfusion.device.recordings import Recordings
-from hfusion.optim import coupling, master_weights, native_kernels
-from hfusion.optim.checks import check_memory, check_padding
-from hfusion.optim.device_numbers import sent
+from hfusion.device.recordings import Recordings, sent
+from hfusion.optim import coupling, native_kernels
+from hfusion.optim.clip import overflowing
 from hfusion.optim.formula import Formula, for_all
-from hfusion.optim.group import Group, Groups, RecordableStepper, State, common_members, membership_of, same_objects
-from hfusion.optim.hyper import copy_vectors, plain, read, unchanged
+from hfusion.optim.group import (
+    Group,
+    Groups,
+    State,
+    check_memory,
+    check_padding,
+    common_members,
+    membership_of,
+    same_objects,
+)
+from hfusion.optim.hyper import (
+    MASTER_STACK,
+    MASTER_WEIGHTS,
+    Options,
+    ParamGroup,
+    Settings,
+    copy_vectors,
+    named,
+    plain,
+    read,
+    state_dtype,
+    unchanged,
+)
 from hfusion.optim.native_kernels import MemoryPairs
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
-from hfusion.optim.optimizer_state import check_entries, complete_state, member_state_dicts, paired, parts_of
+from hfusion.optim.optimizer_state import complete_state, member_state_dicts, saved_entries
 from hfusion.optim.param_groups import asked_of_members
-from hfusion.optim.settings import Options, ParamGroup, Settings, named
+from hfusion.optim.torch_steppers import Stepper
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.dynamo_state import tensor_guards
-from hfusion.torch_private.optimizer_hooks import spare_dynamo
+from hfusion.torch_private.module_hooks import spare_dynamo
 
 _LAYOUT = attrgetter("layout")
 
@@ -74,7 +94,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             # A fused module can be iterated over, so torch's own error message would be about the members.
             raise TypeError(f"params must be parameters, got {type(params).__name__}. Give fused.parameters().")
         self._prepared: dict[int, tuple[Settings, Groups | None]] = {}
-        self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
         # None before the first step; a string says why steps cannot be recorded.
         self._recording: RecordedUpdates | str | None = None
@@ -175,12 +194,28 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return work
 
     def _unscaled(self, found_inf: Tensor) -> SkippedRows:
-        """Divide the gradients by the scale of a GradScaler, if it has not, and return which members must not step."""
+        """Divide the gradients by the scale of a torch.amp.GradScaler, if it has not, and return who must not step.
+
+        Raises FusionError if the scaler has found a number that is not finite, and all are finite now.
+        """
         active = self._active()
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            divide(active, scale)
-        return overflown(active, self.members) if found_inf.item() else {}
+        grads = [param.grad for param in active if param.grad is not None]
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            inverse = scale.double().reciprocal().float()
+            for grad in grads:
+                grad.detach().mul_(inverse.to(grad.device))
+        if not found_inf.item():
+            return {}
+        stacks = [g if membership_of(p).stacked else g.unsqueeze(0) for p, g in zip(active, grads, strict=True)]
+        bad = overflowing(stacks, self.members)
+        if not bad.any():
+            raise FusionError(
+                "the GradScaler found gradients that are not finite, and there are none left: they were changed "
+                "between scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the members they "
+                "belong to are unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before "
+                "scaler.unscale_"
+            )
+        return of_members(active, bad)
 
     def _active(self) -> list[Tensor]:
         return [param for param in self._params() if param.grad is not None]
@@ -191,10 +226,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     @property
     def state_stacks(self) -> int:
         """The number of stacks in the state of a parameter: 2 for Adam, 0 for SGD without momentum."""
-        return max(
-            master_weights.state_stacks(group["params"], group, len(self._settings(group).names))
-            for group in self.param_groups
-        )
+        counts = []
+        for group in self.param_groups:
+            stacks = len(self._settings(group).names)
+            doubled = any(state_dtype(param, group[MASTER_WEIGHTS]) != param.dtype for param in group["params"])
+            # Each is twice as large; so are the weights, and the gradients that a step converts.
+            counts.append(2 * (stacks + 2) if doubled else stacks)
+        return max(counts)
 
     @property
     def launches(self) -> str:
@@ -222,48 +260,37 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do the same as in torch, but copy the state. Raises CheckpointError for a state of another array."""
-        entries, groups = parts_of(state_dict)
-        for group, saved in zip(self.param_groups, groups, strict=False):
-            try:
-                self._settings({**saved, "params": group["params"]})
-            except (KeyError, ValueError) as error:
-                raise CheckpointError(
-                    f"the state is not one of this array and of {type(self).__name__}: {error}"
-                ) from error
-        check_entries(self.param_groups, entries, groups, self.numbers)
+        saved_entries(self, state_dict)
         state = {
-            key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
-            for key, entry in state_dict["state"].items()
+            key: {name: value.clone() for name, value in entry.items()} for key, entry in state_dict["state"].items()
         }
-        super().load_state_dict({**state_dict, "state": state})
+        copied = {**state_dict, "state": state}
+        super().load_state_dict(copied)
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
-        for param, saved in paired(self.param_groups, {**state_dict, "state": state}):
-            self.state[param].update({name: saved[name] for name in self.numbers if name in saved})
-            master_weights.restore(param, self.state[param], saved, self.numbers)
+        for param, saved in saved_entries(self, copied):
+            numbers = {name: saved[name] for name in self.numbers if name in saved}
+            stacks = {name: value.to(param.device) for name, value in saved.items() if name not in numbers}
+            self.state[param].update(numbers | (stacks if MASTER_STACK in saved else {}))
 
     def unfuse(self) -> list[dict[str, Any]]:
         """Return B state dicts, one per member, for torch.optim's class of the same name."""
-        master_weights.check_unfused(self.param_groups)
+        for group in self.param_groups:
+            if any(state_dtype(param, group[MASTER_WEIGHTS]) != param.dtype for param in group["params"]):
+                raise FusionError(
+                    "the state has master weights, which no optimizer of torch.optim has: take the members' models by "
+                    "fused.unfuse(), and begin a new optimizer for each; or save opt.state_dict()"
+                )
         options, early = _torch_defaults(self.torch_class)
         if early:
             self.initialise()
         return member_state_dicts(self.param_groups, self.state, options, counted=self.counts_steps, early=early)
 
-    def forget(self, counts: bool = False) -> None:
-        """Drop references to tensors that have moved; the next step reads their new addresses.
-
-        ``counts``: whether the step counts, which kernels hold by address, have moved, too.
-        """
+    def forget(self) -> None:
+        """Drop references to tensors that have moved; the next step reads their new addresses."""
         self._cache = None
         if isinstance(self._recording, RecordedUpdates):
             self._recording.forget()
-        if counts:
-            self._prepared, self._released = {}, {}
-        for index, (settings, groups) in list(self._prepared.items()):
-            self._prepared[index] = settings, None
-            if groups is not None:
-                groups.release()
-                self._released[groups.key] = groups
+        self._prepared = {index: (settings, None) for index, (settings, _) in self._prepared.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
@@ -274,7 +301,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         marks = state.pop("memberships", [])
         super().__setstate__(state)
         self._prepared = {}
-        self._released = {}
         self._cache = None
         self._recording = None
         self._held = None
@@ -307,14 +333,15 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for row in different:
             self.check(row, options)
         buffers = {row: tuple(self.stacks(row, options)) for row in different}
-        master_weights.check_option(options)
+        if not isinstance(options.master_weights, bool):
+            raise ValueError(f"{MASTER_WEIGHTS} is {options.master_weights!r}: give True or False")
         settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
         if not settings.alike:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
 
     def _options(self, group: ParamGroup) -> Options:
-        names = (*self.options, master_weights.OPTION)
+        names = (*self.options, MASTER_WEIGHTS)
         options: Options = named("Options", names)._make(group[name] for name in names)
         return options
 
@@ -353,26 +380,19 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if not settings.alike and not (held and settings is before):
             self._check_shared(active, settings)
         if groups is None or not held:
-            groups = self._groups(active, state, settings)
+            if self._recording is None and active:
+                self._recording = recording_on(active[0].device)
+            states = [self._state(param, settings) for param in active] if settings.stateful else []
+            groups = Groups(type(self), active, states, settings)
         groups.check(grads)
         self._prepared[index] = (settings, groups)
         return [(settings, part, part_grads) for part, part_grads in groups.with_gradients(grads)]
-
-    def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
-        """Return the released groups of these parameters, at their new addresses, or create groups."""
-        released = self._released.pop(tuple(map(id, active)), None)
-        if released is not None and released.move(active, state, settings):
-            return released
-        if self._recording is None and active:
-            self._recording = recording_on(active[0].device)
-        states = [self._state(param, settings) for param in active] if settings.stateful else []
-        return Groups(type(self), active, states, settings)
 
     def _remembered(self) -> StepCache | None:
         """Return a `StepCache` of this step's preparation, or None if the next step must prepare again."""
         groups = self.param_groups
         pairs = [(settings, parts) for settings, parts in map(self._prepared.__getitem__, range(len(groups))) if parts]
-        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, master_weights.OPTION]))
+        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, MASTER_WEIGHTS]))
         steady = (
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
             and not isinstance(native_kernels.library(), str)
@@ -416,9 +436,8 @@ def without_gradient(params: Iterable[Tensor]) -> SkippedRows:
 
 
 def of_members(params: Iterable[Tensor], members: Tensor) -> SkippedRows:
-    """Return ``members``, bool ``[B]``, for each of their parameters; those that all members share are left out."""
-    marks = {param: membership_of(param) for param in params}
-    return {param: members if mark.stacked else members.reshape(()) for param, mark in marks.items() if mark.is_own}
+    """Return ``members``, bool ``[B]``, for each parameter. One that members share is skipped if all of them are."""
+    return {param: members if membership_of(param).stacked else members.all() for param in params}
 
 
 def together(*several: SkippedRows) -> SkippedRows:
@@ -455,47 +474,12 @@ def _rows(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Sequence[tuple
     return pairs
 
 
-@torch.no_grad()
-def divide(params: Sequence[Tensor], scale: Tensor) -> None:
-    """Divide the gradients in place as ``GradScaler.unscale_`` does."""
-    inverse = scale.double().reciprocal().float()
-    for param in params:
-        assert param.grad is not None
-        param.grad.mul_(inverse.to(param.grad.device))
-
-
-@torch.no_grad()
-def overflown(params: Sequence[Tensor], members: int) -> SkippedRows:
-    """Return what must not step: members with a non-finite gradient, in all parameters, and shared parameters with one.
-
-    Raises FusionError if all gradients are finite.
-    """
-    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
-    shared_overflows: SkippedRows = {}
-    for param in params:
-        assert param.grad is not None
-        finite = param.grad.isfinite()
-        if membership_of(param).stacked:
-            bad |= ~finite.reshape(members, -1).all(1).cpu()
-        elif not finite.all():
-            shared_overflows[param] = torch.ones((), dtype=torch.bool, device="cpu")
-    if not bad.any() and not shared_overflows:
-        raise FusionError(
-            "the GradScaler found gradients that are not finite, and there are none left: they were changed between "
-            "scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the members they belong to are "
-            "unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before scaler.unscale_"
-        )
-    return together(shared_overflows, of_members(params, bad))
-
-
 # Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
 
 # How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
 STEADY = 3
 # Largest number of different sets of gradient addresses that are counted.
 MAX_ADDRESS_COUNTS = 64
-
-_Part: TypeAlias = tuple[RecordableStepper, Sequence[torch.Tensor]]
 
 
 class _Recorded(NamedTuple):
@@ -534,10 +518,8 @@ class RecordedUpdates:
                 "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
                 "replay, which records its own launches; or use hf.train_step, which records both"
             )
-        parts: list[_Part] = [
-            (recordable, grads) for _, group, grads in work if (recordable := group.recordable) is not None
-        ]
-        self._unrecordable = next((why for _, group, _ in work if (why := group.unrecordable)), "")
+        parts = [(group.stepper, grads) for _, group, grads in work]
+        self._unrecordable = next((why for stepper, _ in parts if (why := stepper.unrecordable)), "")
         if self._unrecordable or not work or self._recorded.why:
             for settings, group, grads in work:
                 group.step(grads, settings)
@@ -575,7 +557,7 @@ class RecordedUpdates:
         return count >= STEADY and not self._recorded.full
 
 
-def _launch(parts: Sequence[_Part]) -> object:
+def _launch(parts: Sequence[tuple[Stepper, Sequence[Tensor]]]) -> object:
     return [stepper.launch(grads) for stepper, grads in parts]
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows
-from hfusion.core.membership import membership
 from hfusion.device.backend import backend, is_recorded
-from hfusion.optim.checks import check_gradient
-from hfusion.optim.device_numbers import sent
+from hfusion.device.recordings import sent
 from hfusion.optim.gpu import WIDTH, by_width, library, program_spots
+from hfusion.optim.group import check_gradient, common_members, membership_of
 from hfusion.optim.hyper import HyperValue, member_vector
 
 EACH_ALONE = ("cpu",)
@@ -66,21 +64,19 @@ def clip_stacks(grads: Sequence[Tensor], limits: Tensor) -> None:
     _scale(grads, together, clip_factors(norms, limits))
 
 
-def _norms(grads: Sequence[Tensor], members: int, norm_type: float) -> tuple[Tensor, StackedGradients | None]:
+def _norms(grads: Sequence[Tensor], members: int, norm_type: float) -> tuple[Tensor, list[StackedGradients]]:
     """Return the norms ``[B]`` over all of ``grads``, and these as kernels take them, where there are kernels."""
     first = grads[0].device
-    together = None if first.type in EACH_ALONE or norm_type not in ORDERS else on_accelerator(grads, members)
-    if together is not None:
-        return total_norm(together.norms(norm_type), norm_type), together
-    return total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type), None
+    if first.type not in EACH_ALONE and norm_type in ORDERS and (together := on_accelerator(grads, members)):
+        return total_norm(torch.cat([stacks.norms(norm_type) for stacks in together]), norm_type), together
+    return total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type), []
 
 
-def _scale(grads: Sequence[Tensor], together: StackedGradients | None, factors: Tensor) -> None:
-    if together is not None:
-        together.scale(factors)
-    else:
-        for grad in grads:
-            scale(grad, factors)
+def _scale(grads: Sequence[Tensor], together: Sequence[StackedGradients], factors: Tensor) -> None:
+    for stacks in together:
+        stacks.scale(factors)
+    for grad in grads if not together else ():
+        scale(grad, factors)
 
 
 @torch.no_grad()
@@ -113,6 +109,24 @@ def _norms_there(grad: Tensor, members: int, norm_type: float) -> Tensor:
     return norms if absent is None or norm_type >= 0 else norms.masked_fill(absent.to(norms.device), math.inf)
 
 
+def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
+    """Return which members have a value that is not finite, bool ``[members]`` on the CPU, by one wait per device.
+
+    ``grads``: stacks ``[members, ...]``, or ``[1, ...]`` of what all members share.
+    """
+    largest: dict[torch.device, list[Tensor]] = {}
+    for grad in map(Tensor.detach, grads):
+        if grad.numel():
+            numbers = torch.view_as_real(grad) if grad.is_complex() else grad
+            # The largest magnitude is exact in any dtype, keeps a NaN, and unlike a sum never overflows.
+            norms = torch.linalg.vector_norm(numbers.reshape(len(grad), -1), math.inf, dim=1)
+            largest.setdefault(grad.device, []).append(norms.expand(members))
+    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
+    for magnitudes in largest.values():
+        bad |= torch.stack(magnitudes).isfinite().logical_not().any(0).cpu()
+    return bad
+
+
 def total_norm(norms: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norms ``[B]`` over all parameters, from those of each, ``[parameters, B]``."""
     stacked = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
@@ -137,21 +151,10 @@ def scale(grad: Tensor, factors: Tensor) -> None:
 
 def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[Tensor]]:
     """B and the gradients as ``[B, ...]``."""
-    members = 0
-    grads = []
-    for index, param in enumerate(params):
-        mark = membership(param)
-        if mark is None:
-            raise ValueError(
-                f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: clip it with "
-                "torch.nn.utils.clip_grad_norm_"
-            )
-        if members not in (0, mark.members):
-            raise ValueError(
-                f"parameter {index} ({mark.name!r}) belongs to an array of {mark.members} members, those "
-                f"before it to one of {members}: clip each array by itself"
-            )
-        members = mark.members
+    if not params:
+        raise ValueError("no parameters were given, so the number of members is unknown: pass fused.parameters()")
+    members, grads = common_members(params), []
+    for param, mark in zip(params, map(membership_of, params), strict=True):
         if norm_type < 0 and mark.padded:
             raise FusionError(
                 f"parameter {mark.name!r} has zeros beside what a member trains, which a norm of order {norm_type} "
@@ -167,8 +170,6 @@ def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[
                 "it by itself with torch.nn.utils.clip_grad_norm_"
             )
         grads.append(param.grad if mark.stacked else param.grad.unsqueeze(0))
-    if not members:
-        raise ValueError("no parameters were given, so the number of members is unknown: pass fused.parameters()")
     return members, grads
 
 
@@ -179,84 +180,69 @@ ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
 
 
 class StackedGradients:
-    """Gradients ``[members, ...]`` on one accelerator, in separate memory. Made by `on_accelerator`."""
+    """Gradients ``[members, ...]`` of one dtype on one accelerator, in separate memory. Made by `on_accelerator`."""
 
-    def __init__(self, grads: Sequence[Tensor], members: int, tables: _GradientTables) -> None:
-        self._grads, self._members, self._tables = grads, members, tables
-        self._device = grads[0].device
+    def __init__(self, grads: Sequence[Tensor], members: int) -> None:
+        self._grads, self._members, self._device = grads, members, grads[0].device
+        sizes = tuple(grad.numel() // members for grad in grads)
+        self._tables = _tables(self._device, members, sizes, WIDTH // grads[0].dtype.itemsize)
+        for table in (self._tables.sizes, self._tables.firsts, *self._tables.spots.values()):
+            # Another stream may have made it.
+            backend(self._device).share(table)
         addresses = [grad.data_ptr() for grad in grads]
         self._wide = not any(address % WIDTH for address in addresses)
         self._addresses = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
+        kernels = library()
+        self._constants = {
+            "dtype": kernels.DTYPES[grads[0].dtype],
+            "BLOCK": kernels.BLOCK,
+            "enable_fp_fusion": False,
+        }
 
     def norms(self, norm_type: float) -> Tensor:
-        """Return the norms ``[tensors, members]``, each rounded to the dtype of its gradient, in that of all."""
-        tables, kernels = self._tables, library()
-        dtype = reduce(torch.promote_types, (grad.dtype for grad in self._grads))
+        """Return the norms ``[tensors, members]``, each rounded to the dtype of the gradients."""
+        tables, kernels, dtype = self._tables, library(), self._grads[0].dtype
         norms = torch.empty(len(self._grads), self._members, dtype=dtype, device=self._device)
         arithmetic = torch.promote_types(dtype, torch.float32)
         partials = torch.empty(tables.programs, dtype=arithmetic, device=self._device)
-        constants: dict[str, Any] = {"ORDER": ORDERS[norm_type], "BLOCK": kernels.BLOCK, "enable_fp_fusion": False}
+        constants = {"ORDER": ORDERS[norm_type], **self._constants}
         # Triton launches on the current device.
         with backend(self._device).current():
-            for part, lanes, spots in self._launches():
+            for lanes, spots in self._launches():
                 arguments = (spots, tables.sizes, self._addresses, tables.firsts, partials)
-                kernels.partial_norms[(len(spots),)](*arguments, dtype=part.dtype, LANES=lanes, **constants)
-            for part in tables.parts:
-                kernels.row_norms[(len(part.indices), self._members)](
-                    part.indices,
-                    tables.sizes,
-                    tables.firsts,
-                    partials,
-                    norms,
-                    self._members,
-                    dtype=part.dtype,
-                    **constants,
-                )
+                kernels.partial_norms[(len(spots),)](*arguments, LANES=lanes, **constants)
+            kernels.row_norms[tuple(norms.shape)](
+                tables.sizes, tables.firsts, partials, norms, self._members, **constants
+            )
         return norms
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply by ``factors [members]``, rounded to the dtype of each gradient."""
-        kernels = library()
+        """Multiply by ``factors [members]``, rounded to the dtype of the gradients."""
         torch.autograd.graph.increment_version(self._grads)
         with backend(self._device).current():
-            for part, lanes, spots in self._launches():
-                kernels.scale_rows[(len(spots),)](
-                    spots,
-                    self._tables.sizes,
-                    self._addresses,
-                    factors,
-                    dtype=part.dtype,
-                    BLOCK=kernels.BLOCK,
-                    LANES=lanes,
-                    enable_fp_fusion=False,
-                )
+            for lanes, spots in self._launches():
+                arguments = (spots, self._tables.sizes, self._addresses, factors)
+                library().scale_rows[(len(spots),)](*arguments, LANES=lanes, **self._constants)
 
-    def _launches(self) -> list[tuple[_SameDtype, int, Tensor]]:
-        return [
-            (part, lanes if self._wide else 1, spots)
-            for part in self._tables.parts
-            for lanes, spots in part.spots.items()
-        ]
+    def _launches(self) -> list[tuple[int, Tensor]]:
+        return [(lanes if self._wide else 1, spots) for lanes, spots in self._tables.spots.items()]
 
 
-def on_accelerator(grads: Sequence[Tensor], members: int) -> StackedGradients | None:
-    """Return gradients for which there are kernels; None without Triton, for other dtypes, and on several devices.
+def on_accelerator(grads: Sequence[Tensor], members: int) -> list[StackedGradients]:
+    """Return the gradients by dtype; none without Triton, for dtypes that it lacks, or on several devices.
 
     Members must lie one behind the other, in any order of the other dims, and no two gradients in the same memory.
     None, too, while user code captures a graph of the device, which would repeat the copy of today's addresses.
     """
     kernels, device = library(), grads[0].device
     if isinstance(kernels, str) or torch.compiler.is_compiling() or not backend(device).fuses:
-        return None
+        return []
     apart = len({grad.data_ptr() for grad in grads}) == len(grads)
     alike = all(grad.device == device and grad.dtype in kernels.DTYPES and _rows_apart(grad) for grad in grads)
     if not (apart and alike) or is_recorded(device):
-        return None
-    tables = _tables(device, members, tuple((grad.numel() // members, grad.dtype) for grad in grads))
-    for table in tables.tables():
-        # Another stream may have made it.
-        backend(device).share(table)
-    return StackedGradients(grads, members, tables)
+        return []
+    dtypes = dict.fromkeys(grad.dtype for grad in grads)
+    return [StackedGradients([grad for grad in grads if grad.dtype is dtype], members) for dtype in dtypes]
 
 
 def _rows_apart(grad: Tensor) -> bool:
@@ -267,55 +253,26 @@ def _rows_apart(grad: Tensor) -> bool:
     return (order[0] == 0 or len(grad) == 1) and grad.permute(order).is_contiguous()
 
 
-@dataclass(frozen=True, eq=False)
-class _SameDtype:
-    """Gradients of one dtype, ``dtype`` as Triton calls it.
+class _Tables(NamedTuple):
+    """Gradients of certain sizes, wherever they lie, as the kernels take them.
 
-    ``indices``: int32, of the gradients. ``spots``: by the elements that a thread moves at once, for the kernels.
-    """
-
-    dtype: Any
-    indices: Tensor
-    spots: Mapping[int, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class _GradientTables:
-    """Gradients of these sizes and dtypes, wherever they lie, as the kernels take them.
-
-    ``programs``: the number of all blocks of all rows.
+    ``programs``: the number of all blocks of all rows. ``spots``: by the elements that a thread moves at once.
     """
 
     sizes: Tensor
     firsts: Tensor
     programs: int
-    parts: Sequence[_SameDtype]
-
-    def tables(self) -> list[Tensor]:
-        """Return all that lies on the device."""
-        return [
-            self.sizes,
-            self.firsts,
-            *(table for part in self.parts for table in (part.indices, *part.spots.values())),
-        ]
+    spots: Mapping[int, Tensor]
 
 
 @lru_cache(maxsize=16)
-def _tables(device: torch.device, members: int, kinds: tuple[tuple[int, torch.dtype], ...]) -> _GradientTables:
-    """Return the tables of gradients with these elements of a member and dtypes; any stream may read them."""
-    kernels = library()
-    sizes = [size for size, _ in kinds]
-    counts = torch.tensor([members * -(-size // kernels.BLOCK) for size in sizes], device="cpu")
-    parts = []
-    for dtype in dict.fromkeys(dtype for _, dtype in kinds):
-        indices = [index for index, (_, grad_dtype) in enumerate(kinds) if grad_dtype is dtype]
-        groups = by_width([sizes[index] for index in indices], WIDTH // dtype.itemsize)
-        spots = {
-            lanes: program_spots(sizes, [indices[index] for index in group], members, kernels.BLOCK).to(device)
-            for lanes, group in groups.items()
-        }
-        parts.append(
-            _SameDtype(kernels.DTYPES[dtype], torch.tensor(indices, dtype=torch.int32, device="cpu").to(device), spots)
-        )
+def _tables(device: torch.device, members: int, sizes: tuple[int, ...], lanes: int) -> _Tables:
+    """Return the tables of gradients with these elements of a member; any stream may read them."""
+    block = library().BLOCK
+    counts = torch.tensor([members * -(-size // block) for size in sizes], device="cpu")
+    spots = {
+        width: program_spots(sizes, indices, members, block).to(device)
+        for width, indices in by_width(sizes, lanes).items()
+    }
     firsts = counts.cumsum(0) - counts
-    return _GradientTables(torch.tensor(sizes, device="cpu").to(device), firsts.to(device), int(counts.sum()), parts)
+    return _Tables(torch.tensor(sizes, device="cpu").to(device), firsts.to(device), int(counts.sum()), spots)

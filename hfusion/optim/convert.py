@@ -13,8 +13,8 @@ from hfusion.core.errors import FusionError
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.formulas import Adam, AdamW
 from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import ParamGroup
 from hfusion.optim.param_groups import AskedParams
-from hfusion.optim.settings import ParamGroup
 
 # How torch runs a step, not what it computes.
 _EXECUTION = ("foreach", "fused", "capturable")

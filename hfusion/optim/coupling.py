@@ -6,25 +6,21 @@ computes with several elements, such as a norm of the tensor, mixes the members 
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import any_absent, frozen_rows
-from hfusion.core.membership import Membership, arrays, membership
+from hfusion.core.membership import Membership, membership
 from hfusion.optim.param_groups import split_by_stack_dims
-from hfusion.torch_private.module_hooks import BatchNorm
-from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
+from hfusion.torch_private.module_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
 _ELEMENTWISE = frozenset(
@@ -72,7 +68,6 @@ def check(optimizer: Any) -> None:
     if all(hasattr(optimizer, method) for method in _SAM):
         raise FusionError(f"{name} scales a step by one norm over all tensors, and {where}: {_REMEDY}")
     _warn_once(
-        name,
         f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself; if not, "
         f"{_REMEDY}",
     )
@@ -92,35 +87,15 @@ def _check_frozen(optimizer: Optimizer) -> None:
             )
 
 
-_warned: set[str] = set()
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["hfusion"]))
-
-
-def _warn_once(key: str, text: str) -> None:
-    """Warn once in this process, at the line of the user's code."""
-    if key not in _warned:
-        _warned.add(key)
-        warn(text)
-
-
-def warn(text: str) -> None:
-    """Warn at the innermost line that belongs neither to torch nor to this package."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
-
-
-def watch(array: nn.Module | None = None) -> None:
-    """Install the hook that checks optimizers of arrays' parameters."""
-    if array is not None:
-        arrays.add(array)
-    _hook()
+@cache
+def _warn_once(text: str) -> None:
+    """Warn once in this process."""
+    warnings.warn(text, stacklevel=2)
 
 
 def hooks() -> int:
     """Return the number of global optimizer hooks of torch that this module has registered."""
-    return _hook.cache_info().currsize
+    return watch.cache_info().currsize
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -129,7 +104,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 @cache
-def _hook() -> Any:
+def watch() -> Any:
     """Check every optimizer of this process right before its steps, by torch's global hook."""
     spare_dynamo()
     return register_optimizer_step_pre_hook(_before_step)
@@ -144,22 +119,7 @@ def check_groups(optimizer: Optimizer) -> None:
     """Warn if the param groups look as if a rule for one model had chosen them by the dims of stacks."""
     why = split_by_stack_dims(optimizer.param_groups)
     if why:
-        message = f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own"
-        _warn_once("param groups", message)
-
-
-def check_update_bn(members: Sequence[nn.Module]) -> None:
-    """Warn if torch.optim.swa_utils.update_bn is asking an array for its modules: none of them is a BatchNorm."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == nn.modules.module.__file__:
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "update_bn":
-        return
-    if any(isinstance(module, BatchNorm) for member in members for module in member.modules()):
-        warn(
-            "update_bn looks for BatchNorm layers, and does nothing to an array, whose modules are of other classes; "
-            "call it for each member: for member in fused: update_bn(loader, member)"
-        )
+        _warn_once(f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own")
 
 
 def _first_stack(optimizer: Any) -> Membership | None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hfusion.optim.hyper import Hyper
-from hfusion.optim.master_weights import OPTION as MASTER_WEIGHTS
+from hfusion.optim.hyper import MASTER_WEIGHTS, Hyper
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hfusion.core.memory import real_view
 from hfusion.device.backend import backend
+from hfusion.device.recordings import DeviceNumbers, sent
 from hfusion.optim import kernel_source
-from hfusion.optim.device_numbers import DeviceNumbers, sent
 from hfusion.optim.formula import Formula
-from hfusion.optim.settings import Options, Settings
-from hfusion.optim.torch_steppers import advance
+from hfusion.optim.hyper import Options, Settings
+from hfusion.optim.torch_steppers import Stepper, advance
 
 # Bytes that a thread loads or stores at once, if all addresses are multiples of this number.
 WIDTH = 16
@@ -72,7 +72,7 @@ def plan(
     return None if isinstance(program, str) else TritonStepper(formula, program, stacks, numbers)
 
 
-class TritonStepper:
+class TritonStepper(Stepper):
     """Like `hfusion.optim.native_kernels.NativeStepper`, for stacks on an accelerator.
 
     The step counts stay on the CPU, where code that saves or copies members reads them. Kernels increment a copy on the
@@ -81,7 +81,6 @@ class TritonStepper:
     """
 
     contiguous = True
-    unrecordable = ""
 
     def __init__(
         self,
@@ -117,24 +116,7 @@ class TritonStepper:
         self._device_scalars = self._scalars.write(torch.zeros(shape, device="cpu"))
         self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
         self._rows = kernels.ROWS
-        self.move(stacks)
-
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
         self._params = self._at([tensor for stack in stacks for tensor in stack])
-
-    def release(self) -> None:
-        """Do nothing: this object holds addresses, not tensors."""
-
-    @property
-    def key(self) -> None:
-        """None: the launches depend on nothing but the addresses of tensors."""
-        return None
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-        self.ready(grads, settings)
-        self.launch(grads)
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts on the CPU, and copy numbers that have changed to the device."""

@@ -2,60 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Protocol, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, membership
+from hfusion.core.memory import has_address, is_plain
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native_kernels
-from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
 from hfusion.optim.formula import Formula
-from hfusion.optim.master_weights import STACK as MASTER
-from hfusion.optim.master_weights import MasterStepper, state_dtype
-from hfusion.optim.settings import Options, Settings
-from hfusion.optim.torch_steppers import MemberLoop, StackedStepper
+from hfusion.optim.hyper import MASTER_STACK, Options, Settings, state_dtype
+from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper
+from hfusion.torch_private.dispatch_modes import FakeTensor
 
 State: TypeAlias = dict[str, Tensor]
-
-
-class Stepper(Protocol):
-    """Interface of the objects that update the tensors of a group."""
-
-    @property
-    def contiguous(self) -> bool:
-        """True if it reads gradients by address, so that they must be contiguous and of the parameters' dtype."""
-
-    @property
-    def unrecordable(self) -> str:
-        """The reason why its launches cannot be recorded; empty for a `RecordableStepper`."""
-
-    def release(self) -> None:
-        """Drop the references to tensors, until `move` is called."""
-
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-
-
-class RecordableStepper(Stepper, Protocol):
-    """A stepper whose step is work on the host (`ready`), then launches that are the same every time (`launch`)."""
-
-    @property
-    def key(self) -> Hashable:
-        """Everything that the launches depend on, except the addresses of tensors."""
-
-    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts, and copy the host's numbers that a step needs to the device."""
-
-    def launch(self, grads: Sequence[Tensor]) -> object:
-        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
 
 
 Kernels: TypeAlias = Callable[
@@ -80,29 +45,18 @@ class Group:
     ) -> None:
         names = settings.names
         self._stacked = membership_of(params[0]).stacked
-        self._dtype, self._masters = params[0].dtype, masters
-        self._stacks = self._read(params, state, names)
+        self._dtype = params[0].dtype
+        columns = [MASTER_STACK, *names] if masters else names
+        tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
+        stacks = [[self._stack(tensor) for tensor in column] for column in tensors]
         numbers = {name: [self._stack(entry[name]) for entry in state] for name in formula.numbers if state}
         if masters:
-            inner = cast(RecordableStepper, _plan(formula, settings.options, names, self._stacks[1:], numbers))
-            self._plan: Stepper = MasterStepper(self._stacks[0], self._stacks[1], inner)
+            inner = _stepper(formula, settings.options, names, stacks[1:], numbers)
+            self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner)
         else:
-            self._plan = _plan(formula, settings.options, names, self._stacks, numbers)
-
-    def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:
-        names = [MASTER, *names] if self._masters else names
-        stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
-        return [[self._stack(tensor) for tensor in stack] for stack in stacks]
-
-    def release(self) -> None:
-        """Drop the references to parameters and state, so that their memory can be freed."""
-        self._stacks = []
-        self._plan.release()
-
-    def move(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> None:
-        """Continue with ``params`` and ``state``, which are unchanged except for their addresses."""
-        self._stacks = self._read(params, state, names)
-        self._plan.move(self._stacks)
+            self.stepper = _stepper(formula, settings.options, names, stacks, numbers)
+        # The parameters, as `torch.autograd.graph.increment_version` takes them. Steppers may hold addresses only.
+        self.written, self._stacks = stacks[0], stacks
 
     def gradients(self, grads: list[Tensor]) -> list[Tensor]:
         """Return ``grads``, of any strides and dtype, in the form that the stepper of this group reads."""
@@ -110,7 +64,7 @@ class Group:
             grads = [grad.unsqueeze(0) for grad in grads]
         if self._dtype.is_complex:
             grads = [grad.resolve_conj() for grad in grads]
-        if not self._plan.contiguous:
+        if not self.stepper.contiguous:
             return [grad if grad.dtype is self._dtype else grad.to(self._dtype) for grad in grads]
         dtype = self._dtype
         return [grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in grads]
@@ -118,29 +72,14 @@ class Group:
     def step(self, grads: list[Tensor], settings: Settings) -> None:
         """Increment the step counts and update the parameters. ``grads``: the result of `gradients`."""
         # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
-        torch.autograd.graph.increment_version(self._stacks[0])
-        self._plan.step(grads, settings)
-
-    @property
-    def recordable(self) -> RecordableStepper | None:
-        """The stepper of this group, or None if its launches cannot be recorded."""
-        return None if self._plan.unrecordable else cast(RecordableStepper, self._plan)
-
-    @property
-    def unrecordable(self) -> str:
-        """The reason why launches of its steps cannot be recorded; empty if they can."""
-        return self._plan.unrecordable
-
-    @property
-    def written(self) -> list[Tensor]:
-        """The parameters, as `torch.autograd.graph.increment_version` takes them."""
-        return self._stacks[0]
+        torch.autograd.graph.increment_version(self.written)
+        self.stepper.step(grads, settings)
 
     def _stack(self, tensor: Tensor) -> Tensor:
         return tensor if self._stacked else tensor.unsqueeze(0)
 
 
-def _plan(
+def _stepper(
     formula: type[Formula],
     options: Options,
     names: Sequence[str],
@@ -175,7 +114,7 @@ class Groups:
             check_rows(param, membership_of(param))
         _own_numbers(formula.numbers, state)
         for param, entry, dtype in zip(params, state, dtypes, strict=False):
-            stacks = dict.fromkeys([*names, MASTER] if dtype != param.dtype else names, dtype)
+            stacks = dict.fromkeys([*names, MASTER_STACK] if dtype != param.dtype else names, dtype)
             check_state(param, membership_of(param), entry, stacks, formula.numbers)
         alike: dict[object, list[int]] = {}
         for index, param in enumerate(params):
@@ -191,45 +130,11 @@ class Groups:
             )
             for indices in self._group_indices
         ]
-        self._params = list(params)
-        self._state = state
-        self._numbers = self._found_numbers(formula)
-        self._formula = formula
-        self._look()
-        self._traits = _traits(self._tensors)
-
-    def _found_numbers(self, formula: type[Formula]) -> list[Tensor | None]:
-        return [entry.get(name) for entry in self._state for name in formula.numbers]
-
-    def _look(self) -> None:
-        """Note all tensors and their current addresses."""
-        self._tensors = _tensors(self._params, self._state)
-        # The views in the groups keep their storages alive, so an address cannot come back with other
-        # contents.
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-
-    def release(self) -> None:
-        """Drop the references to parameters and state, until `move` is called."""
-        self._tensors, self._addresses = [], []
-        for group in self._groups:
-            group.release()
-
-    def move(self, params: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> bool:
-        """Continue at new addresses after `release`. Return False if anything but addresses has changed."""
-        names = settings.names
-        if (
-            (names, settings.options) != self._layout
-            or not same_objects(params, self._params)
-            or not same_objects(state, self._state)
-        ):
-            return False
-        self._look()
-        numbers = self._found_numbers(self._formula)
-        if not (same_objects(numbers, self._numbers) and _traits(self._tensors) == self._traits):
-            return False
-        for group, indices in zip(self._groups, self._group_indices, strict=True):
-            group.move([self._params[i] for i in indices], [self._state[i] for i in indices] if state else [], names)
-        return True
+        self._params, self._state = list(params), state
+        # The parameters, then what their state holds. The views in the groups keep their memory alive, so that an
+        # address cannot come back with other contents.
+        self.tensors = _tensors(params, state)
+        self._addresses, self._traits = list(map(Tensor.data_ptr, self.tensors)), _traits(self.tensors)
 
     def is_valid_for(self, params: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> bool:
         """Return whether these groups are still valid for ``params`` with ``state``."""
@@ -237,20 +142,10 @@ class Groups:
             return False
         tensors = _tensors(params, self._state)
         return (
-            same_objects(tensors, self._tensors)
+            same_objects(tensors, self.tensors)
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
             and _traits(tensors) == self._traits
         )
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The parameters, then what their state holds."""
-        return self._tensors
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """The identities of the parameters."""
-        return tuple(map(id, self._params))
 
     @property
     def count(self) -> int:
@@ -277,9 +172,8 @@ def membership_of(param: Tensor, index: int = 0) -> Membership:
     mark = membership(param)
     if mark is None:
         raise ValueError(
-            f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: pass "
-            "fused.parameters(), or "
-            "use torch.optim for it"
+            f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: pass fused.parameters(), or "
+            "take what torch has for it"
         )
     return mark
 
@@ -294,7 +188,7 @@ def common_members(params: Sequence[Tensor]) -> int:
         elif members != mark.members:
             raise ValueError(
                 f"parameter {index} ({mark.name!r}) belongs to an array of {mark.members} members, those "
-                f"before it to one of {members}: use one optimizer per array"
+                f"before it to one of {members}: take each array by itself"
             )
     if members is None:
         raise ValueError(
@@ -334,3 +228,107 @@ def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
 def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]]:
     """Return the properties of tensors, other than addresses, that kernels depend on."""
     return [(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+# Checks of the properties that kernels assume of the tensors whose memory they read and write.
+
+_NUMBERS = {"step": "step counts"}
+
+
+def check_memory(tensor: Tensor, label: str) -> None:
+    """Raise a FusionError if ``tensor`` keeps its values elsewhere than in this process's memory.
+
+    Tensors on the meta device have no values, and pass: a step then computes shapes only, as in torch.optim.
+    """
+    if has_address(tensor) or (tensor.is_meta and is_plain(tensor)):
+        return
+    kind = type(tensor).__name__ if type(tensor) not in (Tensor, torch.nn.Parameter) else f"{tensor.layout} tensor"
+    if isinstance(tensor, FakeTensor):
+        remedy = "step outside the FakeTensorMode, with tensors that have values"
+    elif hasattr(tensor, "placements"):
+        remedy = (
+            "do not shard what it trains: give each rank members of its own, hf.fuse(models[hf.rows(len(models))]); "
+            "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained}); or use the "
+            "optimizer of this name in torch.optim, which has one value of each hyper-parameter for all members"
+        )
+    else:
+        remedy = "use torch.optim, or convert it to an ordinary torch.Tensor before the optimizer is made"
+    raise FusionError(f"{label} must be an ordinary tensor in memory to be updated by hf.optim, got {kind}: {remedy}")
+
+
+def check_rows(param: Tensor, mark: Membership) -> None:
+    """Raise a FusionError unless a stack has a row for each member."""
+    if mark.stacked and param.shape[:1] != (mark.members,):
+        raise FusionError(
+            f"parameter {mark.name!r} has shape {list(param.shape)} in an array of {mark.members} members: it was "
+            f"replaced through .data; a stack has {mark.members} rows, and keep, append and put of the fused module "
+            "change their number"
+        )
+
+
+def check_state(
+    param: Tensor,
+    mark: Membership,
+    entry: Mapping[str, Tensor],
+    stacks: Mapping[str, torch.dtype],
+    numbers: Iterable[str],
+) -> None:
+    """Raise FusionError unless the state of ``param`` fits its shape, its device and the number of members.
+
+    ``stacks``: the dtype that each stack in its state ``entry`` must have, by name. ``numbers``: the names of state
+    that is one number per member.
+    """
+    for name, dtype in stacks.items():
+        stack = entry[name]
+        check_memory(stack, f"the state {name!r} of parameter {mark.name!r}")
+        if (*_shape_device_layout(stack), stack.dtype) != (*_shape_device_layout(param), dtype):
+            raise FusionError(
+                f"the state {name!r} of parameter {mark.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
+                "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
+                "by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
+            )
+    expected_shape = (mark.members,) if mark.stacked else ()
+    for name in numbers:
+        value = entry[name]
+        if not isinstance(value, Tensor) or tuple(value.shape) != expected_shape or value.is_meta:
+            actual = _text(value) if isinstance(value, Tensor) else repr(value)
+            raise FusionError(
+                f"the {_NUMBERS.get(name, f'state {name!r}')} of parameter {mark.name!r} are {actual}; they must be "
+                f"numbers of shape {list(expected_shape)}"
+            )
+
+
+def check_gradient(param: Tensor, mark: Membership, grad: Tensor) -> None:
+    """Raise RuntimeError for a sparse gradient or one that does not fit ``param``, FusionError if it has no memory."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"the gradient of {mark.name!r} is sparse ({grad.layout}): hf.optim needs dense ones")
+    if grad.shape != param.shape:
+        mismatch = f"has shape {list(grad.shape)}, the parameter {list(param.shape)}"
+    elif grad.device != param.device:
+        mismatch = f"is on {grad.device}, the parameter on {param.device}"
+    elif not torch.can_cast(grad.dtype, param.dtype):
+        mismatch = f"is {grad.dtype}, the parameter {param.dtype}"
+    else:
+        if type(grad) is not Tensor:
+            check_memory(grad, f"the gradient of {mark.name!r}")
+        return
+    raise RuntimeError(f"the gradient of {mark.name!r} {mismatch}: one of them was replaced through .data")
+
+
+def _shape_device_layout(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.layout]:
+    return tensor.shape, tensor.device, tensor.layout
+
+
+def _text(tensor: Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"
+
+
+def check_padding(mark: Membership, formula: Formula) -> None:
+    """Raise ValueError if members may fill only a part of their row, and a step depends on the whole row."""
+    if mark.padded and not formula.elementwise:
+        raise ValueError(
+            f"parameter {mark.name!r} has zeros beside what a member trains, as its rank may be smaller, and a step "
+            f"of {type(formula).__name__} depends on a matrix as a whole; give it to another optimizer, such as "
+            "hf.optim.AdamW"
+        )

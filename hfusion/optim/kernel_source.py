@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from hfusion.optim.formula import Formula
-from hfusion.optim.settings import Options, named
+from hfusion.optim.hyper import Options, named
 
 Operand: TypeAlias = str | float
 """The name of a value, or a number that is the same for all members."""

@@ -131,7 +131,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self.optimizer = optimizer
         makes = self._resolve_makes(make, options, optimizer.members)
         self._initial_make = makes[0] if all(maker is makes[0] for maker in makes) else None
-        members = [MemberSchedule(maker, _stand_in(optimizer, member)) for member, maker in enumerate(makes)]
+        members = [MemberSchedule(maker, _stand_in(optimizer)) for maker in makes]
         # One column, of a `MemberSchedule` for each member.
         self.table = MemberTable(len(members), {"schedule": members})
         self._begin(range(len(members)))
@@ -362,29 +362,10 @@ def _member_values(name: str, value: Any, members: int) -> list[Any]:
     return [float(item) if isinstance(item, Tensor) else item for item in value]
 
 
-def _stand_in(optimizer: Any, member: int | None = None) -> Optimizer:
-    """Return a dummy optimizer for the scheduler of one member; `PerMember._pull` sets its hyper-parameters.
-
-    member: a member whose schedule continues from values in the param groups, such as ``initial_lr``, which torch's
-    schedulers read if they are given a ``last_epoch``. None for a schedule that begins.
-    """
-    groups = [_noted(optimizer, group, member) for group in optimizer.param_groups]
-    with_params = [{"params": [torch.zeros((), device="cpu")], **group} for group in groups]
-    return Optimizer(with_params, {hyper.key: 0.0 for hyper in optimizer.hypers})
-
-
-def _noted(optimizer: Any, group: Mapping[str, Any], member: int | None) -> dict[str, Any]:
-    """Return one member's entries of a param group besides parameters, hyper-parameters and options."""
-    if member is None:
-        return {}
-    excluded = {"params", "param_names", *optimizer.options, *(hyper.key for hyper in optimizer.hypers)}
-    return {key: _of_member(value, member, optimizer.members) for key, value in group.items() if key not in excluded}
-
-
-def _of_member(value: Any, member: int, members: int) -> Any:
-    if isinstance(value, Tensor):
-        return float(value[member]) if value.shape == (members,) else value.clone()
-    return value[member] if isinstance(value, list) and len(value) == members else value
+def _stand_in(optimizer: Any) -> Optimizer:
+    """Return a dummy optimizer for the scheduler of one member; `PerMember._pull` sets its hyper-parameters."""
+    groups = [{"params": [torch.zeros((), device="cpu")]} for _ in optimizer.param_groups]
+    return Optimizer(groups, {hyper.key: 0.0 for hyper in optimizer.hypers})
 
 
 def _write(group: dict[str, Any], key: str, index: int | None, value: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import active_team
 from hfusion.optim import kernel_source
 from hfusion.optim.formula import Formula
-from hfusion.optim.settings import Options, Settings
+from hfusion.optim.hyper import Options, Settings
+from hfusion.optim.torch_steppers import Stepper
 from hfusion.torch_private.dynamo_state import tensor_guards
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -57,13 +58,24 @@ def plan(
     first = real_view(stacks[0][0])
     if first.dtype not in native.TYPES or len(names) + 2 > _MAX_LISTS or len(numbers) > _MAX_NUMBERS:
         return None
-    program = kernel_source.program(formula, options, tuple(names))
-    if isinstance(program, str) or isinstance(library(), str):
+    if isinstance(library(), str):
         return None
-    kinds = {name: native.TYPES[values[0].dtype] for name, values in numbers.items()}
-    text = kernel_source.c_source(program, native.TYPES[first.dtype], kinds)
+    kinds = tuple((name, native.TYPES[values[0].dtype]) for name, values in numbers.items())
+    kernels = _kernels(formula, options, tuple(names), native.TYPES[first.dtype], kinds)  # type: ignore[arg-type]
+    return None if kernels is None else NativeStepper(*kernels, stacks, numbers)
+
+
+@lru_cache(maxsize=256)
+def _kernels(
+    formula: type[Formula], options: Options, names: tuple[str, ...], real: str, kinds: tuple[tuple[str, str], ...]
+) -> tuple[kernel_source.KernelProgram, ctypes.CDLL] | None:
+    """Return what a step computes, and the library that was compiled from it; None if there are no kernels."""
+    program = kernel_source.program(formula, options, names)
+    if isinstance(program, str):
+        return None
+    text = kernel_source.c_source(program, real, dict(kinds))
     functions = native.library(SOURCE.with_name(f"{program.formula.lower()}.c"), text)
-    return None if isinstance(functions, str) else NativeStepper(program, functions, stacks, numbers)
+    return None if isinstance(functions, str) else (program, functions)
 
 
 class _NativeStep(ctypes.Structure):
@@ -77,7 +89,7 @@ class _NativeStep(ctypes.Structure):
     )
 
 
-class NativeStepper:
+class NativeStepper(Stepper):
     """Steps of contiguous stacks ``[members, ...]`` of one dtype on the CPU.
 
     Args:
@@ -117,14 +129,6 @@ class NativeStepper:
         )
         self._argument = ctypes.addressof(self._step)
         self._run, self._prepare = _function("run"), _function("prepare")
-
-    def release(self) -> None:
-        """Do nothing: this object holds addresses, not tensors."""
-
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
-        # In place: the struct points to this array.
-        self._stacks[:] = _addresses([tensor for stack in stacks for tensor in stack])
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""

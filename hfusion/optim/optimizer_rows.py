@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,12 +17,13 @@ from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.memory import real_view
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
-from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import Hyper, MemberVector, member_vector, plain, read
-from hfusion.optim.settings import ParamGroup, named
+from hfusion.optim import coupling
+from hfusion.optim.group import membership_of, same_objects
+from hfusion.optim.hyper import Hyper, MemberVector, ParamGroup, copy_vectors, member_vector, named, plain, read
 
 if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
+
 
 # For each new row the former row of its member; None for a member that begins.
 Sources = Sequence[int | None]
@@ -139,7 +143,7 @@ class MemberRows:
                     stack = part[name].new_zeros(members, *part[name].shape[1:])
                     entry[name] = stack if mark.stacked else stack[0]
                 if entry and mark.is_own:
-                    begin_rows(self, group, param, dict.fromkeys(entry.keys() - part.columns.keys(), rows))
+                    _begin_rows(self, group, param, entry.keys() - part.columns.keys(), rows)
                     own = {name: member_rows(entry[name], mark) for name in part.columns if name in entry}
                     MemberTable(members, own).put(rows, MemberTable(0, {name: part[name] for name in own}))
 
@@ -199,14 +203,18 @@ def rearrange(
     # Everything that may fail comes first, so that an error changes nothing.
     fresh = [row for row, source in enumerate(sources) if source is None]
     new_values = _read_new_hypers(optimizer, new_hypers, fresh)
-    vectors = [
-        _vectors(optimizer, group, first, before, sources, values)
-        for group, first, values in zip(_groups(optimizer), optimizer.initial_values, new_values, strict=True)
-    ]
+    for first, values in zip(optimizer.initial_values, new_values, strict=True):
+        for hyper in optimizer.hypers if fresh else ():
+            if hyper.label not in values:
+                values[hyper.label] = _initial_value(hyper, first.get(hyper.label))
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
-    for group, group_vectors, more in zip(_groups(optimizer), vectors, others, strict=True):
-        for hyper, vector in zip(optimizer.hypers, group_vectors, strict=True):
-            write_hyper(group, hyper, vector)
+    for group, values, more in zip(_groups(optimizer), new_values, others, strict=True):
+        vectors, _ = read(group, optimizer.hypers, before)
+        for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+            moved = moved_rows(plain(vector), sources, {})
+            if fresh:
+                moved[fresh] = values[hyper.label]
+            write_hyper(group, hyper, moved)
         for key, value in more.items():
             if isinstance(group[key], Tensor) and group[key].shape == value.shape:
                 group[key].copy_(value)
@@ -215,29 +223,6 @@ def rearrange(
         _move_state(optimizer, group, sources)
     if len(sources) != before:
         optimizer.forget()
-
-
-def _vectors(
-    optimizer: Any,
-    group: ParamGroup,
-    first: Mapping[str, float | None],
-    width: int,
-    sources: Sources,
-    new_values: Mapping[str, Tensor],
-) -> list[Tensor]:
-    """Return the hyper-parameters of a group after the change, checked. ``new_values``: those of new members."""
-    current, _ = read(group, optimizer.hypers, width)
-    fresh = [index for index, source in enumerate(sources) if source is None]
-    vectors = []
-    for hyper, vector in zip(optimizer.hypers, current, strict=True):
-        moved = moved_rows(plain(vector), sources, {})
-        if fresh:
-            moved[fresh] = (
-                new_values[hyper.label] if hyper.label in new_values else _initial_value(hyper, first.get(hyper.label))
-            )
-        hyper.check(moved.tolist())
-        vectors.append(moved)
-    return vectors
 
 
 def groups_taking(optimizer: Any, key: str) -> list[ParamGroup]:
@@ -334,25 +319,94 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
                 [min(row, members - 1) if source is None else source for row, source in enumerate(sources)]
             )
         if mark.is_own and fresh:
-            begin_rows(optimizer, group, param, dict.fromkeys(entry, fresh))
+            _begin_rows(optimizer, group, param, entry, fresh)
 
 
 @torch.no_grad()
-def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[str, Sequence[int]]) -> None:
-    """Reset rows of a parameter's state to their values before the first step. ``fresh``: rows by name of the state."""
-    begins = _begins(optimizer, group, width(optimizer), sorted({row for rows in fresh.values() for row in rows}))
-    for name, rows in fresh.items():
-        first = optimizer.numbers.get(name)
-        stack = member_rows(real_view(optimizer.state[param][name]), membership_of(param))
-        for row in rows:
-            stack[row] = begins[row].get(name, 0.0) if first is None else first
-
-
-def _begins(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int]) -> dict[int, Mapping[str, float]]:
-    """Return the nonzero initial values of the state stacks, by name, for each member in ``rows``."""
-    if not rows:
-        return {}
-    _, columns = read(group, optimizer.hypers, width)
+def _begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, names: Iterable[str], rows: Sequence[int]) -> None:
+    """Reset rows of the entries ``names`` of a parameter's state to their values before the first step."""
+    _, columns = read(group, optimizer.hypers, width(optimizer))
     values = named("Values", tuple(hyper.field for hyper in optimizer.hypers))
     options = optimizer._options(group)
-    return {row: optimizer.begin(values._make(column[row] for column in columns), options) for row in rows}
+    begins = [optimizer.begin(values._make(column[row] for column in columns), options) for row in rows]
+    for name in names:
+        stack = member_rows(real_view(optimizer.state[param][name]), membership_of(param))
+        for row, begin in zip(rows, begins, strict=True):
+            stack[row] = optimizer.numbers[name] if name in optimizer.numbers else begin.get(name, 0.0)
+
+
+# An optimizer of some members of an array: gather their rows of state and hyper-parameters, and write state back.
+
+
+@dataclass(eq=False)
+class GatheredState:
+    """An optimizer ``part`` that steps some of the members of ``whole``, each as ``whole`` would.
+
+    Attributes:
+        params: maps each stack of parameters of ``whole`` to a stack of these members' rows, and shared parameters to
+            themselves. Stacks in which none of these members has a row are missing.
+    """
+
+    whole: FusedOptimizer
+    part: FusedOptimizer
+    params: Mapping[Tensor, Tensor]
+
+    @staticmethod
+    def of(whole: FusedOptimizer, params: Mapping[Tensor, Tensor], rows: Sequence[int]) -> GatheredState:
+        """Return the optimizer of members ``rows``. Raises FusionError in the same cases as `load`."""
+        part = copy.copy(whole)
+        part.param_groups, part.state = [], defaultdict(dict)
+        gathered = GatheredState(whole, part, params)
+        gathered.load(rows)
+        return gathered
+
+    def fits(self) -> bool:
+        """Return whether the whole optimizer still has the parameters that this one was made for."""
+        whole_params = [self._small(group) for group in self.whole.param_groups]
+        part_params = [group["params"] for group in self.part.param_groups]
+        return len(part_params) == len(whole_params) and all(map(same_objects, part_params, whole_params))
+
+    @torch.no_grad()
+    def load(self, rows: Sequence[int]) -> None:
+        """Copy the current state and hyper-parameters of members ``rows`` from the whole optimizer.
+
+        Raises:
+            FusionError: the optimizer has step hooks, which expect the gradients of all members.
+        """
+        whole, part = self.whole, self.part
+        if coupling.has_hooks(whole):
+            raise FusionError(
+                f"{type(whole).__name__} has a hook of its steps, which takes all members, and only rows {list(rows)} "
+                "are to step: step all rows, or remove the hook; hf.Population clips by clip_norm= and clip_value="
+            )
+        if not part.param_groups:
+            for group in whole.param_groups:
+                read(group, whole.hypers, whole.members)
+                new_group = {**group, "params": self._small(group)}
+                copy_vectors(new_group)
+                part.param_groups.append(new_group)
+        if len(rows) != width(part):
+            rearrange(part, [0] * len(rows), {})
+        for whole_group, part_group in zip(whole.param_groups, part.param_groups, strict=True):
+            keys = {"params", *(hyper.key for hyper in whole.hypers)}
+            for key in whole_group.keys() - keys:
+                value = whole_group[key]
+                by_member = isinstance(value, Tensor) and value.shape == (whole.members,)
+                part_group[key] = value[list(rows)] if by_member else value
+        for param, small in self.params.items():
+            if not membership_of(param).stacked and whole.state.get(param):
+                part.state[small] = whole.state[param]
+        part.put(range(len(rows)), {name: table.take(rows) for name, table in whole.tables().items()})
+
+    def _small(self, group: ParamGroup) -> list[Tensor]:
+        return [self.params[param] for param in group["params"] if param in self.params]
+
+    def store(self, rows: Sequence[int]) -> None:
+        """Write the state of the first ``len(rows)`` members of ``part`` into ``rows`` of the whole optimizer."""
+        for param, small in self.params.items():
+            if not membership_of(param).stacked and self.part.state.get(small):
+                self.whole.state[param] = self.part.state[small]
+        state = {
+            name: table for name, table in self.part.tables().items() if table.columns and name.startswith("state/")
+        }
+        self.whole.put(rows, state)

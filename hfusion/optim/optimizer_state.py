@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,71 +12,43 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import State, membership_of
-from hfusion.optim.hyper import plain
-from hfusion.optim.master_weights import OPTION, STACK, state_dtype
-from hfusion.optim.settings import ParamGroup, Settings
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, plain, state_dtype
 
 
-def paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
-    """Return each parameter for which a state dict has state, with that state."""
-    params = [param for group in groups for param in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    state = state_dict["state"]
-    return [(param, state[key]) for key, param in zip(keys, params, strict=True) if key in state]
+def saved_entries(optimizer: Any, state_dict: Any) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
+    """Return each parameter for which a state dict has state, with that state.
 
-
-def check_entries(
-    groups: Sequence[ParamGroup],
-    state: Mapping[Any, Any],
-    saved: Sequence[Mapping[str, Any]],
-    numbers: Container[str],
-) -> None:
-    """Raise CheckpointError unless ``state``, saved with the param groups ``saved``, fits the parameters in ``groups``.
-
-    numbers: the names of state that is one number per member.
+    Raises CheckpointError if it is not a state dict of such an optimizer.
     """
-    keys = [key for group in saved for key in group["params"]]
-    unknown = [key for key in state if key not in keys]
-    if unknown:
-        raise CheckpointError(f"the state has a parameter {unknown[0]!r} that is in none of its param groups")
-    params = [param for group in groups for param in group["params"]]
-    for key, param in zip(keys, params, strict=False):
-        entry = state.get(key, {})
-        if not isinstance(entry, Mapping):
-            raise CheckpointError(f"the state of parameter {key} must be a dict of tensors, got {type(entry).__name__}")
-        for name, value in entry.items():
-            expected_shape = numbers_shape(param) if name in numbers else param.shape
-            if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise CheckpointError(f"the state {name!r} of parameter {key} must be a tensor, got {kind}")
-            if value.shape != expected_shape:
-                raise CheckpointError(
-                    f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
-                    f"optimizer needs {list(expected_shape)}: load the state of an array with the same members"
-                )
-
-
-def parts_of(state_dict: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-    """Return the state and the param groups of a state dict. Raises CheckpointError for anything else."""
-    if isinstance(state_dict, Mapping) and "state" in state_dict and "param_groups" in state_dict:
+    try:
         state, groups = state_dict["state"], state_dict["param_groups"]
-        lists = isinstance(groups, list | tuple) and all(
-            isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
-        )
-        if lists and isinstance(state, Mapping):
-            return state, groups
-    keys = f" with keys {sorted(map(str, state_dict))[:5]}" if isinstance(state_dict, Mapping) else ""
-    raise CheckpointError(
-        'the state must be what an optimizer\'s state_dict() returned: a dict of "state", by parameter, and '
-        f'"param_groups", a list of dicts. Got {type(state_dict).__name__}{keys}.'
-    )
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):
+            optimizer._settings({**saved, "params": group["params"]})
+        keys = [key for group in groups for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if unknown := state.keys() - keys:
+            raise ValueError(f"it has a parameter {min(unknown)!r} that is in none of its param groups")
+        entries = [(key, param, dict(state[key])) for key, param in zip(keys, params, strict=False) if key in state]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        name = type(optimizer).__name__
+        raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
+    for key, param, entry in entries:
+        for name, value in entry.items():
+            expected_shape = numbers_shape(param) if name in optimizer.numbers else param.shape
+            if not isinstance(value, Tensor) or value.shape != expected_shape:
+                actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise CheckpointError(
+                    f"the state {name!r} of parameter {key} has {actual}, this optimizer needs a tensor of shape "
+                    f"{list(expected_shape)}: load the state of an array with the same members"
+                )
+    return [(param, entry) for _, param, entry in entries]
 
 
 def complete_state(param: Tensor, state: State, settings: Settings, formula: type[Formula]) -> State:
     """Add what a step needs and ``state`` of a parameter lacks, at its initial values; return ``state``."""
     dtype = state_dtype(param, settings.masters)
-    if dtype != param.dtype and STACK not in state:
-        state[STACK] = param.detach().to(torch.float32, copy=True)
+    if dtype != param.dtype and MASTER_STACK not in state:
+        state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
     if state.keys() >= {*formula.numbers, *settings.names}:
         return state
     for name, first in formula.numbers.items():
@@ -149,7 +121,7 @@ def member_state_dicts(
 
 def _member_group(group: ParamGroup, member: int) -> dict[str, Any]:
     members = len(group["lr"])
-    entries = {key: value for key, value in group.items() if key != OPTION}
+    entries = {key: value for key, value in group.items() if key != MASTER_WEIGHTS}
     return {key: _member_value(plain(value), member, members) for key, value in entries.items()}
 
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import arrays, has_rows, membership
+from hfusion.core.membership import has_rows, membership
 from hfusion.core.parameter_attributes import keep_marks
-from hfusion.optim.hyper import plain
-from hfusion.optim.settings import ParamGroup
-
-
-class MemberArray(Protocol):
-    """The interface of a fused module that `groups` uses."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> nn.Module: ...
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+from hfusion.optim.hyper import ParamGroup, plain
 
 
 class AskedParams(list[nn.Parameter]):
@@ -34,19 +23,19 @@ def asked_of_members(group: Any) -> bool:
 
 
 def groups(
-    fused: MemberArray | Iterable[nn.Parameter], rule: Callable[[str, nn.Parameter], Mapping[str, Any] | None]
+    fused: nn.Module | Iterable[nn.Parameter], rule: Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 ) -> list[dict[str, Any]]:
     """Return param groups of an array for a rule that is written for the parameters of one model.
 
     A stack ``[B, *shape]`` has one dim more than the parameter of a member, so that a rule such as ``p.dim() >= 2``
-    over ``fused.parameters()`` takes biases for matrices. Here every member's own parameter is asked.
+    over ``fused.parameters()`` takes biases for matrices. Here ``rule`` is asked about each member's row.
 
     Args:
         fused: what hf.fuse or hf.build returned, or parameters of it, as hf.Population and hf.sweep give them to the
             function that makes their optimizer.
-        rule: called with the name and the parameter of a member; returns the options of its param group, ``{}`` for the
-            optimizer's defaults, None to leave the parameter out. Numbers may differ between the members of a
-            parameter; an optimizer of hf.optim then has one value for each.
+        rule: called with the name and a parameter that holds the values of a member. Returns the options of its param
+            group, ``{}`` for the optimizer's defaults, None to leave the parameter out. Numbers may differ between the
+            members of a parameter; an optimizer of hf.optim then has one value for each.
 
     Returns:
         Param groups for an optimizer of hf.optim, or of torch.optim where no option differs between members.
@@ -62,7 +51,10 @@ def groups(
         [(1, 0.1), (1, 0.0)]
     """
     param_groups: list[dict[str, Any]] = []
-    for name, stack, parameters in _parameters(fused):
+    if isinstance(fused, nn.Module) and not hasattr(fused, "origin"):
+        raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got {type(fused).__name__}")
+    for stack in fused.parameters() if isinstance(fused, nn.Module) else fused:
+        name, parameters = _rows(stack)
         answers = [rule(name, parameter) for parameter in parameters]
         if all(answer is None for answer in answers):
             continue
@@ -77,28 +69,8 @@ def groups(
     return param_groups
 
 
-def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Parameter]]]:
-    """Yield name and stack of the array's parameters, and those of its members. Raises FusionError."""
-    if hasattr(fused, "origin"):
-        members = [dict(fused[index].named_parameters()) for index in range(len(fused))]
-        for name, stack in fused.named_parameters():
-            # A member without this parameter is represented by the first member that has it.
-            first = next(params[name] for params in members if name in params)
-            yield name, stack, [params.get(name, first) for params in members]
-        return
-    if isinstance(fused, nn.Module):
-        raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got {type(fused).__name__}")
-    stacks = list(fused)
-    owner = next((array for array in arrays if stacks and any(p is stacks[0] for p in array.parameters())), None)
-    if owner is None:
-        yield from map(_rows, stacks)
-        return
-    stack_ids = set(map(id, stacks))
-    yield from (entry for entry in _parameters(owner) if id(entry[1]) in stack_ids)
-
-
-def _rows(stack: nn.Parameter) -> tuple[str, nn.Parameter, Sequence[nn.Parameter]]:
-    """Return name, stack and rows of a parameter whose array does not exist, as when hf.sweep tries an optimizer."""
+def _rows(stack: nn.Parameter) -> tuple[str, list[nn.Parameter]]:
+    """Return the name of a parameter of an array, and those of its members, one for each."""
     mark = membership(stack)
     if mark is None:
         raise FusionError(f"hf.optim.groups got a parameter of shape {list(stack.shape)} that belongs to no array")
@@ -106,7 +78,7 @@ def _rows(stack: nn.Parameter) -> tuple[str, nn.Parameter, Sequence[nn.Parameter
     parameters = [nn.Parameter(row, requires_grad=stack.requires_grad) for row in rows]
     for parameter in parameters:
         keep_marks(parameter, stack)
-    return mark.name, stack, parameters
+    return mark.name, parameters
 
 
 def _options(name: str, answers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch import Tensor
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import copied, kept_rows, rows_of
+from hfusion.device.recordings import sent
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.device_numbers import sent
+from hfusion.optim.clip import overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 
@@ -247,24 +247,6 @@ class GradScaler:
                 raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
         values: dict[str, Any] = {**self.initial_values, "tracker": 0.0}
         return MemberTable(count, {name: torch.full((count,), value, device="cpu") for name, value in values.items()})
-
-
-def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
-    """Return which members have a value that is not finite, bool ``[members]`` on the CPU, by one wait per device.
-
-    ``grads``: stacks ``[members, ...]``, or ``[1, ...]`` of what all members share.
-    """
-    largest: dict[torch.device, list[Tensor]] = {}
-    for grad in map(Tensor.detach, grads):
-        if grad.numel():
-            numbers = torch.view_as_real(grad) if grad.is_complex() else grad
-            # The largest magnitude is exact in any dtype, keeps a NaN, and unlike a sum never overflows.
-            norms = torch.linalg.vector_norm(numbers.reshape(len(grad), -1), math.inf, dim=1)
-            largest.setdefault(grad.device, []).append(norms.expand(members))
-    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
-    for magnitudes in largest.values():
-        bad |= torch.stack(magnitudes).isfinite().logical_not().any(0).cpu()
-    return bad
 
 
 def _check_no_shared(params: Sequence[Tensor]) -> None:

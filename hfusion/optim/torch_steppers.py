@@ -1,10 +1,12 @@
-"""Steps without a kernel: of a formula on whole stacks, or of torch's own optimizer classes on rows of the stacks."""
+"""Steppers, which update the tensors of a group, and those without a kernel of their own.
+
+They run a formula on whole stacks, torch's own optimizer classes on rows of the stacks, or another stepper.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from inspect import unwrap
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.core.memory import real_view
-from hfusion.optim.device_numbers import DeviceNumbers
+from hfusion.device.recordings import DeviceNumbers
 from hfusion.optim.formula import Formula
-from hfusion.optim.settings import Options, Settings
+from hfusion.optim.hyper import Options, Settings
 
 # A large tensor is updated in so many pieces, of at least so many elements.
 _PIECES, _LEAST_PIECE = 16, 1 << 14
@@ -48,7 +50,34 @@ def advance(
     }
 
 
-class StackedStepper:
+class Stepper:
+    """Updates the tensors of a group.
+
+    A step is work on the host (`ready`), then launches that are the same every time (`launch`), which can be recorded.
+
+    Attributes:
+        contiguous: whether it reads gradients by address, so that they must be contiguous and of the parameters' dtype.
+        unrecordable: the reason why its launches cannot be recorded.
+        key: everything that the launches depend on, except the addresses of tensors.
+    """
+
+    contiguous = False
+    unrecordable = ""
+    key: Hashable = None
+
+    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
+        self.ready(grads, settings)
+        self.launch(grads)
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Increment the step counts, and copy the host's numbers that a step needs to the device."""
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
+
+
+class StackedStepper(Stepper):
     """The steps of ``formula`` for the tensors of a group.
 
     Args:
@@ -59,9 +88,6 @@ class StackedStepper:
         numbers: by name a list of vectors ``[B]``, one for each parameter, on the CPU.
     """
 
-    contiguous = False
-    unrecordable = ""
-
     def __init__(
         self,
         formula: type[Formula],
@@ -71,42 +97,23 @@ class StackedStepper:
         numbers: Mapping[str, list[Tensor]],
     ) -> None:
         self._formula, self._options, self._names, self._numbers = formula, options, names, numbers
-        first = stacks[0][0]
-        self._members, self._device = len(first), first.device
-        self._dtype = torch.promote_types(real_view(first).dtype, torch.float32)
-        self.release()
-        self.move(stacks)
-
-    def release(self) -> None:
-        """Drop the references to tensors, until `move` is called."""
-        self._parameter_tensors: list[tuple[Tensor, ...]] = []
-        self._device_scalars = DeviceNumbers(self._device, self._dtype)
-        self._scalars: Sequence[Mapping[str, Tensor]] = ()
-        self.key: Hashable = None
-
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
         real = [[real_view(tensor) for tensor in stack] for stack in stacks]
+        self._members, first = len(stacks[0][0]), real[0][0]
+        self._dtype = torch.promote_types(first.dtype, torch.float32)
         self._parameter_tensors = list(zip(*real, strict=True))
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-        self.ready(grads, settings)
-        self.launch(grads)
+        self._device_scalars = DeviceNumbers(first.device, self._dtype)
+        self._scalars: Sequence[Mapping[str, Tensor]] = ()
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts, and copy the scalars of the step to the device."""
         count = len(self._parameter_tensors)
         scalars = advance(self._formula, settings, self._numbers, (count, self._members))
         written = self._device_scalars.write(torch.stack(list(scalars.values()), dim=1))
         key = (tuple(scalars), written.data_ptr())
         if key != self.key:
-            # Everything that the launches depend on, except the addresses of tensors.
             self.key = key
             self._scalars = [dict(zip(scalars, vectors.unbind(), strict=True)) for vectors in written.unbind()]
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
         for tensors, grad, scalars in zip(self._parameter_tensors, grads, self._scalars, strict=True):
             for *piece, piece_grad in self._pieces((*tensors, real_view(grad))):
                 self._update(piece, piece_grad, scalars)
@@ -135,13 +142,11 @@ class StackedStepper:
             tensor.copy_(value)
 
 
-class MemberLoop:
-    """Steps by torch's own class, which rounds half precision as it does for a model alone.
+class MemberLoop(Stepper):
+    """Steps by torch's own class, which rounds half precision as it does for a model alone, one member after the other.
 
     The arguments are those of `StackedStepper`.
     """
-
-    contiguous = False
 
     def __init__(
         self,
@@ -154,74 +159,86 @@ class MemberLoop:
         assert formula.torch_class is not None
         self._formula, self._names, self._numbers = formula, names, numbers
         self._class: type[Optimizer] = formula.torch_class
-        self._members = len(stacks[0][0])
+        self._parameter_tensors = list(zip(*stacks, strict=True))
         dtype = str(stacks[0][0].dtype).removeprefix("torch.")
         self.unrecordable = (
             f"torch's own {self._class.__name__} steps the members of {dtype} parameters: there is no kernel for them, "
             "or they or their state are not contiguous"
         )
-        self.move(stacks)
 
-    def release(self) -> None:
-        """Drop the references to tensors, until `move` is called."""
-        self._parameter_tensors: list[tuple[Tensor, ...]] = []
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        for member in range(len(self._parameter_tensors[0][0])):
+            self._update(member, grads, settings)
 
-    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """Continue with ``stacks``: the same tensors at other addresses."""
-        self._parameter_tensors = list(zip(*stacks, strict=True))
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-        batches: dict[tuple[int, int], list[int]] = {}
-        for index in range(len(self._parameter_tensors)):
-            for run in self._runs(index, settings):
-                batches.setdefault(run, []).append(index)
-        for (start, stop), indices in batches.items():
-            self._update(slice(start, stop), indices, grads, settings)
-
-    def _runs(self, index: int, settings: Settings) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of each run of members whose rows of tensor ``index`` can be stepped as one."""
-        columns = [vectors[index].tolist() for vectors in self._numbers.values()]
-        start = 0
-        for _, run in groupby(zip(settings.members[: self._members], *columns, strict=True)):
-            length = len(list(run))
-            step = length if self._formula.elementwise else 1
-            yield from ((first, first + step) for first in range(start, start + length, step))
-            start += length
-
-    def _update(self, rows: slice, indices: Sequence[int], grads: Sequence[Tensor], settings: Settings) -> None:
-        """Step the members ``rows`` of the tensors ``indices``; torch's class takes all of them in few launches."""
-        where = rows if self._formula.elementwise else rows.start
-        params = []
-        for index in indices:
-            param = self._parameter_tensors[index][0].detach()[where]
-            param.grad = grads[index][where]
-            params.append(param)
-        buffer_names = settings.buffers[rows.start]
+    def _update(self, member: int, grads: Sequence[Tensor], settings: Settings) -> None:
         # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
-        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, rows.start))
+        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, member))
         early = bool(optimizer.state)
         optimizer.state.clear()
-        optimizer.param_groups[0]["params"] = params
-        stacks: list[dict[str, Tensor]] = []
-        for index, param in zip(indices, params, strict=True):
-            named = zip(self._names, self._parameter_tensors[index][1:], strict=True)
-            stacks.append({name: stack[where] for name, stack in named if name in buffer_names})
-            numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
+        params, states = [], []
+        for index, (stack, *state_stacks) in enumerate(self._parameter_tensors):
+            param = stack.detach()[member]
+            param.grad = grads[index][member]
+            rows = {name: state[member] for name, state in zip(self._names, state_stacks, strict=True)}
+            numbers = {name: vectors[index][member] for name, vectors in self._numbers.items()}
             if numbers and (early or numbers["step"] > 0):
-                optimizer.state[param] |= stacks[-1] | {name: number.clone() for name, number in numbers.items()}
+                used = {name: rows[name] for name in settings.buffers[member]}
+                optimizer.state[param] |= used | {name: number.clone() for name, number in numbers.items()}
+            params.append(param)
+            states.append((rows, numbers))
+        optimizer.param_groups[0]["params"] = params
         # Step hooks must not run here, since this is only a part of a step.
         unwrap(self._class.step)(optimizer)
-        for index, param, before in zip(indices, params, stacks, strict=True):
+        for param, (rows, numbers) in zip(params, states, strict=True):
             state = optimizer.state[param]
-            for name, stack in before.items():
-                if state[name] is not stack:
-                    stack.copy_(state[name])
-            for name, vectors in self._numbers.items():
-                if name == "step":
-                    vectors[index][rows] += settings.advance[rows.start]
-                else:
-                    vectors[index][rows] = state[name]
+            for name in settings.buffers[member]:
+                if state[name] is not rows[name]:
+                    rows[name].copy_(state[name])
+            for name, number in numbers.items():
+                number.copy_(number + settings.advance[member] if name == "step" else state[name])
+
+
+class MasterStepper(Stepper):
+    """Steps of half-precision parameters by ``inner``, which steps their master weights.
+
+    Where a parameter is not what its master weights round to, it has been written to: the master weights are then
+    read from it, so that loaded, copied and restarted rows need nothing else.
+
+    Args:
+        params: stacks ``[B, *shape]`` of bfloat16 or float16.
+        masters: the same in float32.
+        inner: made for ``masters``.
+    """
+
+    def __init__(self, params: Sequence[Tensor], masters: Sequence[Tensor], inner: Stepper) -> None:
+        self._params, self._masters, self._inner = list(params), list(masters), inner
+        self.unrecordable = inner.unrecordable
+        # At the same addresses in every step, which recorded launches read.
+        self._gradients = [torch.empty_like(master) for master in masters]
+
+    @property
+    def key(self) -> Hashable:  # type: ignore[override]
+        return self._inner.key
+
+    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        self._convert(grads)
+        self._inner.step(self._gradients, settings)
+        torch._foreach_copy_(self._params, self._masters)
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        self._inner.ready(self._gradients, settings)
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        self._convert(grads)
+        references = self._inner.launch(self._gradients)
+        torch._foreach_copy_(self._params, self._masters)
+        return references, self._gradients
+
+    def _convert(self, grads: Sequence[Tensor]) -> None:
+        """Read the gradients, and parameters that were written to."""
+        torch._foreach_copy_(self._gradients, list(grads))
+        for param, master in zip(self._params, self._masters, strict=True):
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
 
 def _options(formula: type[Formula], settings: Settings, member: int) -> dict[str, Any]:

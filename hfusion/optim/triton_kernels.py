@@ -197,11 +197,11 @@ def partial_norms(
 
 @triton.jit
 def row_norms(
-    which, sizes, firsts, partials, norms, members,
+    sizes, firsts, partials, norms, members,
     ORDER: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The norms of the rows of the tensors ``which``, int32, rounded to ``dtype`` as torch rounds each of them."""
-    tensor, member = tl.load(which + tl.program_id(0)), tl.program_id(1)
+    """The norms of the rows of each tensor, rounded to ``dtype`` as torch rounds each of them."""
+    tensor, member = tl.program_id(0), tl.program_id(1)
     blocks = (tl.load(sizes + tensor) + BLOCK - 1) // BLOCK
     row = partials + tl.load(firsts + tensor) + member * blocks
     total = tl.full([BLOCK], 0.0, partials.dtype.element_ty)
@@ -212,7 +212,7 @@ def row_norms(
     norm = _joined(total, ORDER)
     if ORDER == 2:
         norm = tl.sqrt(norm) if partials.dtype.element_ty == tl.float64 else tl.sqrt_rn(norm)
-    tl.store(norms + tensor * members + member, norm.to(dtype).to(norms.dtype.element_ty))
+    tl.store(norms + tensor * members + member, norm.to(dtype))
 
 
 @triton.jit

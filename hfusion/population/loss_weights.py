@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.ragged import Ragged
-from hfusion.optim.device_numbers import sent
+from hfusion.device.recordings import sent
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)

@@ -21,7 +21,7 @@ from hfusion.core.member_table import MemberTable
 from hfusion.core.torch_settings import SETTINGS
 from hfusion.device.backend import active_autocast
 from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
-from hfusion.device.openmp import torch_threads
+from hfusion.device.team import torch_threads
 from hfusion.population.group_step import GroupDraws
 from hfusion.population.grouping import copy_member_state, put_member_state
 from hfusion.population.members import Event

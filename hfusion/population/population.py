@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from hfusion.array.fuse import fuse
 from hfusion.array.member_functions import MemberFunction, as_each
 from hfusion.array.module import FusedModule
-from hfusion.checkpoint.save import Root, Writing
+from hfusion.checkpoint.save import Root
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.exclusive import FairLock
@@ -48,7 +48,7 @@ from hfusion.population.saving import load, save
 from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import BestMembers, average
 from hfusion.step.compile_mode import Compile
-from hfusion.torch_private.optimizer_hooks import has_step_hooks
+from hfusion.torch_private.module_hooks import has_step_hooks
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -176,7 +176,7 @@ class Population:
         """Create what no copy has."""
         self._held_layout: MemberLayout | None = None
         self._lock = FairLock()
-        self._saving: Writing | None = None
+        self._saving: Future[Path] | None = None
         # They own plain members while only steps are made.
         self._workers = MemberWorkers(self._options.processes)
 
@@ -606,7 +606,7 @@ class Population:
         """Save everything in a new folder under ``directory``; arguments and exceptions are those of `hfusion.save`.
 
         With ``wait=False`` this copies the state, and a background thread writes it; ``result()`` of the returned
-        future is the folder, or raises. A save waits for the previous one, and raises its error if nothing else has.
+        future is the folder, or raises; an error is also a warning. A save waits for the previous one.
         """
         return save(self, directory, loader, extra, keep, score, wait)
 

@@ -29,13 +29,13 @@ from hfusion.core.membership import is_per_member
 from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import Widths
 from hfusion.optim import FusedOptimizer, GradScaler, clip_grad_norm_, clip_grad_value_
-from hfusion.optim.gathered_state import GatheredState
+from hfusion.optim.clip import overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
+from hfusion.optim.optimizer_rows import GatheredState
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.optim.scaler import overflowing
 from hfusion.population.group_options import LIMITS, GroupOptions, check_calls, limits_of_new
 from hfusion.population.grouping import signature
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighed, weighted

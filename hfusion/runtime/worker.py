@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 
 from hfusion.device.backend import backend
-from hfusion.device.device_queues import HostQueue, Mark, MarkClock
-from hfusion.device.openmp import release_team
+from hfusion.device.device_queues import Mark, MarkClock, Queue
+from hfusion.device.team import release_team
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
@@ -82,7 +82,7 @@ class _Lane(Thread):
         self._queue = backend(device).queue(copies)
         self._in_flight: deque[_Job] = deque()
         # The thread that waits for the accelerator, since this one may be waiting for other jobs.
-        self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
+        self._reporter = None if copies or type(self._queue) is Queue else _Reporter(self)
         self._clock = MarkClock(worker.elapsed_seconds)
 
     def run(self) -> None:

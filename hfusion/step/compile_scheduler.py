@@ -32,7 +32,7 @@ from hfusion.step.parallel_blocks import BlockPartition
 from hfusion.step.program_cache import BlockProgram, NoProgram, StepTimes
 from hfusion.step.step_graph import ProgramMismatch, StepCall, StepSource
 from hfusion.step.step_signatures import Compiling, Eager, InUse, Refused, StepVariant, hooked
-from hfusion.torch_private.cpp_block_entry import CannotPartition
+from hfusion.torch_private.cpp_entry import CannotPartition
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16

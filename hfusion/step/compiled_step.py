@@ -26,11 +26,9 @@ from hfusion.ops.rule import hint
 from hfusion.passes.align import scalars
 from hfusion.step.program_cache import BlockProgram, NoProgram
 from hfusion.step.step_graph import StepCall, StepGraph, StepSource, Tensors, captured_dims, trace, written_inputs
-from hfusion.torch_private.cpp_block_entry import with_row_entries
-from hfusion.torch_private.cpp_entry import entry_of
-from hfusion.torch_private.inductor_patches import quick_inductor
-from hfusion.torch_private.inductor_settings import compile_graph
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.cpp_entry import entry_of, with_row_entries
+from hfusion.torch_private.inductor_patches import compile_graph, quick_inductor
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 # The most looped calls of a forward that are compiled as one program: with 32, a CNN took 1.3 times as long.
 MAX_LOOPED_CALLS = 16

@@ -2,7 +2,7 @@
 
 Each thread repeatedly takes the next block that no thread has started. Results do not depend on which thread computes a
 block. Python's work per step does not grow with the number of blocks: it passes the addresses of the input stacks, of
-which each block reads its rows (``cpp_block_entry.py``), and of the memory for losses and gradients.
+which each block reads its rows (``cpp_entry.py``), and of the memory for losses and gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.member_random import new_seeds
 from hfusion.core.program import Kind
 from hfusion.device.native import core_cache
-from hfusion.device.openmp import torch_threads
-from hfusion.device.team import PieceError, Team, address_of, library, team
+from hfusion.device.team import PieceError, Team, address_of, library, team, torch_threads
 from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
@@ -33,8 +32,7 @@ from hfusion.passes.cost.price import Model
 from hfusion.step.compiled_step import BlocksStep, StepProgram, clear, too_many_kinds
 from hfusion.step.recorded_step import recorded
 from hfusion.step.step_graph import StepCall
-from hfusion.torch_private.cpp_block_entry import CannotPartition, row_entry
-from hfusion.torch_private.cpp_entry import handles_of, tensors_of
+from hfusion.torch_private.cpp_entry import CannotPartition, handles_of, row_entry, tensors_of
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 

@@ -38,9 +38,8 @@ from hfusion.passes.inductor_rewrites import (
     transpose_products,
 )
 from hfusion.passes.side_effects import EXPECT
-from hfusion.torch_private.dispatch_modes import enable_python_dispatcher
-from hfusion.torch_private.fake_tensors import FakeTensorMode, with_dynamic_dims
-from hfusion.torch_private.tracer_warnings import silence_tracers
+from hfusion.torch_private.dispatch_modes import FakeTensorMode, enable_python_dispatcher, with_dynamic_dims
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import torch
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.reader import SaveReader
-from hfusion.checkpoint.save_contents import OWN, SaveWriter
+from hfusion.checkpoint.reader import OWN, SaveReader
+from hfusion.checkpoint.save import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
 from hfusion.schedule.plan import Plan, TaskPlan

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
-from hfusion.checkpoint.save_contents import member_stacks
+from hfusion.checkpoint.save import member_stacks
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import has_rows
 from hfusion.optim.base import FusedOptimizer

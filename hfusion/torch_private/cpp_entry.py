@@ -6,6 +6,7 @@ called through torch's wrappers.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import itertools
 import os
@@ -13,6 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,57 @@ def load_function(path: Path) -> Callable[..., Any]:
         sys.modules.pop(name, None)
     call: Callable[..., Any] = getattr(module, _NAME)
     return call
+
+
+# Patch Inductor's C++ for a block of members, so that threads without the GIL can call it.
+
+_RELEASE = "py::gil_scoped_release_simple release;"
+# The replacement works in threads that do not hold the GIL, too.
+_OWN_RELEASE = """
+    struct Release {
+        PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+        ~Release() { if (state) PyEval_RestoreThread(state); }
+    } release;"""
+
+_ALLOCATES = "aoti_torch_empty_strided("
+_MAIN = "void inductor_entry_impl("
+# C++ that is put before and behind that of a program.
+_PLACES, _ENTRY = (Path(__file__).with_name(name) for name in ("row_places.h", "row_entry.h"))
+
+
+@contextmanager
+def with_row_entries() -> Iterator[None]:
+    """Context manager: add `hfusion_rows` to programs that Inductor compiles or loads. For one thread at a time."""
+    from torch._inductor.codecache import CppWrapperCodeCache
+
+    original = CppWrapperCodeCache.load_pybinding
+
+    def load_pybinding(*args: Any, main_code: str = "", **kwargs: Any) -> Any:
+        if main_code.count(_RELEASE) == 1 and main_code.count(_MAIN) == 1:
+            head, main = main_code.replace(_RELEASE, _OWN_RELEASE).split(_MAIN)
+            main = main.replace(_ALLOCATES, f"hfusion_{_ALLOCATES[11:]}")
+            main_code = head + _PLACES.read_text() + _MAIN + main + _ENTRY.read_text()
+        return original(*args, main_code=main_code, **kwargs)
+
+    CppWrapperCodeCache.load_pybinding = load_pybinding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CppWrapperCodeCache.load_pybinding
+        if CppWrapperCodeCache.load_pybinding != original:
+            CppWrapperCodeCache.load_pybinding = original  # type: ignore[method-assign]
+
+
+class CannotPartition(Exception):
+    """A program cannot be called by other threads; the message says why."""
+
+
+def row_entry(run: Callable[..., Any]) -> int:
+    """Return the address of `hfusion_rows` in the program ``run``, which must stay alive. Raises CannotPartition."""
+    if not isinstance(run, NativeEntry):
+        raise CannotPartition("its program is more than C++")
+    # The file may have been deleted: dlopen finds a library that is already loaded by its name.
+    library = ctypes.CDLL(run.path)
+    if not hasattr(library, "hfusion_rows"):
+        raise CannotPartition("torch writes programs in another way than expected")
+    return ctypes.cast(library.hfusion_rows, ctypes.c_void_p).value or 0

@@ -1,27 +1,50 @@
-"""The stacks of modes that torch's dispatcher passes calls through, and the calls that skip them."""
+"""The modes that torch's dispatcher passes calls through, the calls that skip them, and tensors without values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import overrides
+from torch import Tensor, overrides
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
     "PreDispatchMode",
+    "UnsupportedFakeTensorException",
+    "detect_fake_mode",
     "disable_current_modes",
     "enable_python_dispatcher",
+    "enter_autocast",
+    "exit_autocast",
     "function_modes",
     "in_dispatch_mode",
+    "is_any_autocast_enabled",
     "no_dispatch",
     "replace_function_modes",
+    "with_dynamic_dims",
 ]
 
 
@@ -52,3 +75,32 @@ def replace_function_modes(modes: list[TorchFunctionMode]) -> None:
         overrides._pop_mode()
     for mode in modes:
         overrides._push_mode(mode)
+
+
+# Autocast: whether it is on for any device, and the calls that enter and leave it in exported graphs.
+
+
+def is_any_autocast_enabled() -> bool:
+    """Return whether autocast is on for devices of any type in this thread."""
+    return torch._C._is_any_autocast_enabled()
+
+
+# Tensors without values, by which torch infers shapes.
+
+
+def with_dynamic_dims(mode: FakeTensorMode, tensor: Tensor, dynamic: Sequence[bool], name: str) -> Tensor:
+    """Return the fake tensor of ``tensor``, whose sizes are symbols at the dims that are ``dynamic``.
+
+    Args:
+        mode: the mode of the fake tensor, which has a ``shape_env``.
+        tensor: a tensor with values, whose sizes are the hints of the symbols.
+        dynamic: for each dim, whether its size is a symbol.
+        name: the source of the symbols in guards.
+    """
+    # Imported late: the first import of Dynamo takes a second.
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.DYNAMIC if is_dynamic else DimDynamic.STATIC for is_dynamic in dynamic]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import tracing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TensorGuards", "compile_lock", "outside_trace", "tensor_guards", "uncompiled"]
 
@@ -37,3 +41,30 @@ def uncompiled(model: Any) -> Any:
     while type(model).__module__ == "torch._dynamo.eval_frame":
         model = model._orig_mod
     return model
+
+
+# Call functions that torch hides from Dynamo without importing Dynamo, which takes a second.
+
+ModeClass = TypeVar("ModeClass", bound=type[TorchDispatchMode])
+
+
+def is_dynamo_imported() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a version of a torch function that hides from Dynamo only if Dynamo is imported."""
+    plain = inspect.unwrap(function)
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (function if is_dynamo_imported() else plain)(*args, **kwargs)
+
+    return called
+
+
+def sparing_dynamo(mode: ModeClass) -> ModeClass:
+    """Class decorator for modes, whose methods torch hides from Dynamo when the class is created."""
+    dispatch: Any = without_dynamo(mode.__torch_dispatch__)
+    mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+    return mode

@@ -12,8 +12,8 @@ from torch import fx
 from torch._functorch import predispatch
 from torch.utils import _pytree as pytree
 
+from hfusion.torch_private.dispatch_modes import detect_fake_mode
 from hfusion.torch_private.dynamo_state import outside_trace
-from hfusion.torch_private.fake_tensors import detect_fake_mode
 from hfusion.torch_private.replaced_functions import replaced
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")

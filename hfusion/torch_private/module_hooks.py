@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from torch.nn.modules import module as _modules
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _Orthogonal as Orthogonal
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizers
+
+from hfusion.torch_private.autograd_engine import is_profiling
+from hfusion.torch_private.dynamo_state import is_dynamo_imported, without_dynamo
 
 __all__ = [
-    "BatchNorm",
     "Orthogonal",
     "caches_parametrizations",
     "global_hooks",
@@ -50,3 +56,38 @@ def without_cached_parametrizations() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = cached
+
+
+# Hooks of the steps of optimizers, and steps that do not import Dynamo.
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` itself has hooks of its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def count_global_step_hooks() -> int:
+    """Return the number of hooks that run at the steps of all optimizers."""
+    return len(_optimizers._global_optimizer_pre_hooks) + len(_optimizers._global_optimizer_post_hooks)
+
+
+@cache
+def spare_dynamo() -> None:
+    """Patch methods of all optimizers, for the rest of the process, so that they do not import Dynamo."""
+    methods: Any = Optimizer
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        setattr(methods, name, without_dynamo(getattr(methods, name)))
+
+
+def step_alone(optimizer: Optimizer) -> None:
+    """Call ``optimizer.step()`` without importing Dynamo.
+
+    The public method runs if others observe it: hooks, the profiler, or a replaced ``optimizer.step``.
+    """
+    # torch's schedulers replace the method to count steps.
+    replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if is_dynamo_imported() or is_profiling() or has_step_hooks(optimizer) or replaced:
+        optimizer.step()
+        return
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache, wraps
+from typing import Any
+
 import torch
 from torch._decomp import decomposition_table
 from torch._ops import HigherOrderOperator
 from torch._refs import linspace as decomposed_linspace
+from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
     "HigherOrderOperator",
@@ -32,3 +36,31 @@ def has_device_kernel(name: str, device: torch.device) -> bool:
     """Return whether the operator ``name`` has a kernel for devices of this type."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+# The last states of LSTMs in traces: torch up to 2.11 decomposes an LSTM into states with a dim too many.
+
+
+@cache
+def correct_lstm_decomposition() -> None:
+    """Patch torch's decomposition, for the rest of the process: last states get the shape of the first ones."""
+    from torch._decomp import decompositions
+
+    module: Any = decompositions
+    one_layer = getattr(module, "one_layer_lstm", None)
+    if one_layer is None or not _has_extra_dim(one_layer):
+        return
+
+    @wraps(one_layer)
+    def corrected(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        y, states = one_layer(inp, hidden, *args, **kwargs)
+        return y, tuple(state.reshape(first.shape) for state, first in zip(states, hidden, strict=True))
+
+    module.one_layer_lstm = corrected
+
+
+def _has_extra_dim(one_layer: Any) -> bool:
+    with no_dispatch(), torch.no_grad():
+        x, state, weight = (torch.zeros(shape, device="cpu") for shape in [(1, 2, 1), (2, 1), (4, 1)])
+        _, states = one_layer(x, (state, state), (weight, weight), False)
+    return any(last.shape != state.shape for last in states)

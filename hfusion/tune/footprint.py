@@ -18,7 +18,7 @@ from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.calls import call_arguments
 from hfusion.core.memory import tensors_in
 from hfusion.device.generators import draws_kept
-from hfusion.torch_private.unimported_dynamo import sparing_dynamo
+from hfusion.torch_private.dynamo_state import sparing_dynamo
 
 # Time of forward and backward, in units of forward.
 _PASSES = 3

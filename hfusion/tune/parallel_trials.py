@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.device.forked_worker import ForkedWorker, why_no_fork
-from hfusion.device.openmp import torch_threads
+from hfusion.device.team import torch_threads
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
 from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.training_setup import EpochResult, SweepRecipe

@@ -23,7 +23,7 @@ from hfusion.core.membership import Membership, mark
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import read
 from hfusion.population.evaluation import member_metrics
-from hfusion.torch_private.optimizer_hooks import step_alone
+from hfusion.torch_private.module_hooks import step_alone
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.loaders import batches_on, seeded
 from hfusion.tune.objectives import MetricValues, check_plateaus

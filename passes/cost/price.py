@@ -9,15 +9,14 @@ training steps they reproduce that convolutions run best in one call up to about
 that in a channels-last loop; that a loop is worth leaving below about 2^15 elements; and that gradients are expensive
 where a loop merges the dims of images or ends. On an accelerator there are efficiencies of convolutions, linear layers
 and BatchNorm, from the times of layers of 16 members on one H200 (docs/benchmarks/contact-h200.json): full rates, and
-fixed costs with which one call for all members is chosen from two members on. Convolutions and linear layers are timed
-on each accelerator when its rates are (`hfusion.device.layer_times`). Other lowerings differ there only in their number
-of calls.
+fixed costs with which one call for all members is chosen from two members on. Other lowerings differ there only in
+their number of calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -136,10 +135,8 @@ class Estimates:
 
 
 def efficiency_on(rates: ComputeRates, lowering: Lowering) -> Efficiency:
-    """Return what a lowering takes of ``rates``: as measured on the device, else as fitted to another."""
-    prior = lowering.efficiency if rates.device == "cpu" else lowering.efficiency.gpu or PLAIN
-    fit = rates.kinds.get(prior.kind)
-    return prior if fit is None else replace(prior, calls=fit.calls, arithmetic=fit.arithmetic)
+    """Return what a lowering takes of ``rates``, as fitted to another device of its kind."""
+    return lowering.efficiency if rates.device == "cpu" else lowering.efficiency.gpu or PLAIN
 
 
 def reorders(rates: ComputeRates) -> bool:

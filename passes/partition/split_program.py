@@ -21,7 +21,7 @@ from hfusion.passes.cost.cost import operators, viewed
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import RUNNING_STATISTICS, has_effect, written_inputs
-from hfusion.torch_private.autocast import enter_autocast, exit_autocast
+from hfusion.torch_private.dispatch_modes import enter_autocast, exit_autocast
 
 _WRITTEN = (Kind.BUFFER, Kind.PARAMETER)
 # The place of what members' own code changes among the arguments of its call.

@@ -107,7 +107,7 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     rates = machine.calibrate()
     assert rates["a"] == rates["b"]
     kept_rates = {**rates_in(kept("compute")), **rates_in(kept("moving"))}
-    assert asdict(rates["a"]) == {"device": "cpu", "kinds": {}, **kept_rates}
+    assert asdict(rates["a"]) == {"device": "cpu", **kept_rates}
     assert not (tmp_path / "spill").exists()
 
     for kind, name in (("compute", "flops"), ("moving", "load")):

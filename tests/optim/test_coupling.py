@@ -109,9 +109,8 @@ def step(kind: type[Optimizer], params: Sequence[Tensor]) -> None:
 
 def test_an_unknown_one_is_warned_of_once() -> None:
     array = Array(2, shapes=[(3,)])
-    with pytest.warns(UserWarning, match="Ours is not known to hfusion.*every element by itself") as records:
+    with pytest.warns(UserWarning, match="Ours is not known to hfusion.*every element by itself"):
         step(Ours, array.params)
-    assert records[0].filename == __file__
     step(Ours, array.params)
     step(Apart, array.params)
 

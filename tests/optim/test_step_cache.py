@@ -114,7 +114,6 @@ def clear(opt: Any) -> None:
     """Let it know nothing of the steps before."""
     opt._cache = None
     opt._prepared.clear()
-    opt._released.clear()
 
 
 def run(opt: Any, change: Change, before: Change | None) -> list[Tensor]:

@@ -7,7 +7,7 @@ import json
 import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Conversion, Layout
 from hfusion.device.calibrate import ComputeRates
-from hfusion.device.layer_times import CONVOLUTIONS, KINDS, PRODUCTS, KindFit
 from hfusion.ops import RULES
 from hfusion.ops.conv import channels_last
 from hfusion.ops.lowering import Lowering
@@ -231,14 +230,6 @@ def test_estimates_are_of_the_size_of_the_times(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_two_members_take_one_call(name: str) -> None:
     assert "loop over members" in {str(lowering) for lowering, _ in chosen(name, members=2).lost}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_loops_are_chosen_if_measured_to_be_faster(name: str) -> None:
-    measured = dict.fromkeys(KINDS, KindFit(calls=1000.0, arithmetic=0.1))
-    measured |= dict.fromkeys((CONVOLUTIONS, PRODUCTS), KindFit(calls=1.0, arithmetic=1.0))
-    lost = {str(lowering) for lowering, _ in chosen(name, rates=replace(H200, kinds=measured)).lost}
-    assert not any("loop" in text for text in lost)
 
 
 # Which operands autograd keeps for the backward of a product.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import SpillError
-from hfusion.device.device_queues import HostQueue
+from hfusion.device.device_queues import Queue
 from hfusion.runtime import worker
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.task_state import STATE, HostStore
@@ -195,14 +195,14 @@ def test_nothing_begins_before_what_the_engine_has_heard_of() -> None:
 def test_an_error_of_a_device_is_that_of_its_task(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
     """A device reports its errors when a thread waits for it."""
 
-    def lost(self: HostQueue) -> None:
+    def lost(self: Queue) -> None:
         if threading.current_thread().name == f"cpu:0 {lane}":
             raise RuntimeError("the device is lost")
 
     array, _ = fused_and_expected(0)
     on, trained_task = machine(), task(array, WAYS[0], LOADER, "t")
     plan = planned([trained_task], on, [3], [False])
-    monkeypatch.setattr(HostQueue, "wait", lost)
+    monkeypatch.setattr(Queue, "wait", lost)
     with pytest.raises(hf.TrainError, match="'t' failed: RuntimeError: the device is lost"):
         hf.train([trained_task], on, plan=plan)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.device.openmp import torch_threads
+from hfusion.device.team import torch_threads
 from hfusion.step import parallel_blocks
 from hfusion.step.parallel_blocks import ParallelBlocksStep
 from tests.step.test_train_step import needs_compiler

@@ -16,8 +16,8 @@ import hfusion as hf
 from hfusion.torch_private import (
     autograd_engine,
     dataloader_workers,
+    dispatch_modes,
     export_state,
-    fake_tensors,
     replaced_functions,
 )
 
@@ -115,8 +115,8 @@ def test_replaced_functions() -> None:
         assert torch.is_autocast_enabled() == "is_autocast_enabled"
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = fake_tensors.FakeTensorMode(shape_env=ShapeEnv())
-    size = fake_tensors.with_dynamic_dims(mode, torch.zeros(5), [True], "x").shape[0]
+    mode = dispatch_modes.FakeTensorMode(shape_env=ShapeEnv())
+    size = dispatch_modes.with_dynamic_dims(mode, torch.zeros(5), [True], "x").shape[0]
     with replaced_functions.number_operators_replaced(noted("number")):
         size + 1
     assert called == ["grad", "Doubled", "number"]

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from hfusion.torch_private.tracer_warnings import noted, silence_tracers
+from hfusion.torch_private.replaced_functions import noted, silence_tracers
 
 
 def speak() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfusion.torch_private import optimizer_hooks, unimported_dynamo
+from hfusion.torch_private import dynamo_state, module_hooks
 
 PREPARED = """
     import sys, torch, torch.nn.functional as F
@@ -70,7 +70,7 @@ def test_a_step_alone_is_the_step_of_torch(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], imported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(kind, lambda optimizer: optimizer.step(), **options)
-    monkeypatch.setattr(optimizer_hooks, "is_dynamo_imported", lambda: imported)
-    monkeypatch.setattr(unimported_dynamo, "is_dynamo_imported", lambda: imported)
-    actual = trained(kind, optimizer_hooks.step_alone, **options)
+    monkeypatch.setattr(module_hooks, "is_dynamo_imported", lambda: imported)
+    monkeypatch.setattr(dynamo_state, "is_dynamo_imported", lambda: imported)
+    actual = trained(kind, module_hooks.step_alone, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
