@@ -15,7 +15,6 @@ import operator
 import os
 import re
 import shutil
-import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,10 +36,6 @@ _SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"
 # Number of attempts to list a folder, and to read a save, while other processes change them.
 _LISTINGS, _READINGS = 3, 100
-# Flags to read a plain file: follow no link, and do not block on a pipe. Not every system has all of these.
-_PLAIN = os.O_RDONLY
-for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
-    _PLAIN |= getattr(os, _name, 0)
 # Maximum bytes of a manifest: a hundred for each of ten million tensors.
 MAX_JSON = 1 << 30
 
@@ -278,39 +273,30 @@ def _advice(path: Path) -> str:
 
 
 def _content(file: Path, limit: int) -> bytes:
-    """Read a plain file (no link, no pipe) of at most ``limit`` bytes. Raises CheckpointError."""
-    handle = _opened(file)
-    with os.fdopen(handle, "rb") as opened:
-        size = _size(file, handle)
-        if size > limit:
-            raise CheckpointError(f"{file} has {size} bytes, and more than {limit} are none of ours")
-        return opened.read(limit)
+    """Read a plain file of at most ``limit`` bytes. Raises CheckpointError."""
+    _check_plain(file)
+    size = file.stat().st_size
+    if size > limit:
+        raise CheckpointError(f"{file} has {size} bytes, and more than {limit} are none of ours")
+    return file.read_bytes()
 
 
-def _opened(file: Path) -> int:
-    try:
-        return os.open(file, _PLAIN)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing; {_advice(file.parent)}") from error
-
-
-def _size(file: Path, handle: int) -> int:
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
+def _check_plain(file: Path) -> None:
+    """Raise CheckpointError unless a file exists that is neither a link nor a folder nor a pipe."""
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file} is missing; {_advice(file.parent)}")
+    if file.is_symlink() or not file.is_file():
         raise CheckpointError(f"{file} is no plain file")
-    return status.st_size
 
 
 def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
-    handle = _opened(file)
-    with os.fdopen(handle, "rb") as opened:
-        _size(file, handle)
-        if file_digest(opened, "blake2b").hexdigest() != manifest["tensors"]:
-            raise CheckpointError(
-                f"{file} is damaged: it does not have the checksum in {MANIFEST}; {_advice(file.parent)}"
-            )
+    _check_plain(file)
+    with file.open("rb") as opened:
+        digest = file_digest(opened, "blake2b").hexdigest()
+    if digest != manifest["tensors"]:
+        raise CheckpointError(f"{file} is damaged: it does not have the checksum in {MANIFEST}; {_advice(file.parent)}")
     with safe_open(file, framework="pt") as content:
         # Copies, since the file is mapped: one that is cut short later would end the process.
         tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118

@@ -345,22 +345,11 @@ def _check_entry(path: Path, optimizer: FusedOptimizer, param: Tensor, entry: st
 
 def _difference(saved: Any, current: Any) -> str:
     """Describe the first difference between two optimizers; empty if there is none."""
-    if saved["class"] != current["class"]:
-        return f"{saved['class']}, not {current['class']}"
-    saved_groups, groups = saved["groups"], current["groups"]
-    if len(saved_groups) != len(groups):
-        return f"{len(saved_groups)} param groups, not {len(groups)}"
-    for number, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if saved_group["options"] != group["options"]:
-            return f"{saved_group['options']} in param group {number}, not {group['options']}"
-        if saved_group["params"] != group["params"]:
-            odd = sorted(set(saved_group["params"]) ^ set(group["params"]))
-            return (
-                f"param group {number} has other parameters, {odd[0]}"
-                if odd
-                else f"param group {number} in another order"
-            )
-    return ""
+    groups, others = saved["groups"], current["groups"]
+    pairs = [(saved["class"], current["class"]), (f"{len(groups)} param groups", f"{len(others)} param groups")]
+    for group, other in zip(groups, others, strict=False):
+        pairs += [(group[key], other[key]) for key in ("options", "params")]
+    return next((f"{old}, not {new}" for old, new in pairs if old != new), "")
 
 
 def _rows(saved: Saved, key: str, indices: Sequence[int]) -> Tensor:

@@ -172,6 +172,10 @@ def helped_by(team: Team | None) -> Iterator[None]:
 
 
 # OpenMP threads, with which torch computes an operator on several cores.
+#
+# GNU's runtime keeps a team of threads for each thread that has ever computed in parallel. If all teams together have
+# more threads than there are processors, threads sleep immediately after their work, and each operator has to wake
+# them.
 
 # omp_pause_soft of OpenMP 5.0: released resources are restored when needed.
 _SOFT = 1

@@ -53,7 +53,7 @@ from hfusion.optim.hyper import (
     unchanged,
 )
 from hfusion.optim.native_kernels import MemoryPairs
-from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
+from hfusion.optim.optimizer_rows import MemberRows, first_values
 from hfusion.optim.optimizer_state import complete_state, member_state_dicts, saved_entries
 from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.torch_steppers import Stepper
@@ -280,10 +280,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                     "the state has master weights, which no optimizer of torch.optim has: take the members' models by "
                     "fused.unfuse(), and begin a new optimizer for each; or save opt.state_dict()"
                 )
-        options, early = _torch_defaults(self.torch_class)
-        if early:
-            self.initialise()
-        return member_state_dicts(self.param_groups, self.state, options, counted=self.counts_steps, early=early)
+        return member_state_dicts(self)
 
     def forget(self) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses."""
@@ -322,7 +319,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             and self._options(group) == cached.options
         ):
             return cached
-        check_width(self, group, members)
         vectors, columns = read(group, self.hypers, members)
         options = self._options(group)
         for hyper, column in zip(self.hypers, columns, strict=True):
@@ -404,14 +400,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _state(self, param: Tensor, settings: Settings) -> State:
         return complete_state(param, self.state[param], settings, type(self))
-
-
-def _torch_defaults(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
-    """Return a param group with the defaults of the installed torch, and whether its constructor creates state."""
-    if kind is None:
-        return {}, False
-    example = kind([torch.zeros(1, 1, device="cpu")])  # type: ignore[call-arg]
-    return example.param_groups[0], bool(example.state)
 
 
 def _observed(optimizer: Optimizer) -> bool:

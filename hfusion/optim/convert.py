@@ -47,11 +47,7 @@ def fuse(
         ValueError: a value is out of range.
     """
     optimizers = _checked(optimizers, fused, into)
-    if len(optimizers) != len(fused):
-        raise FusionError(
-            f"{len(optimizers)} optimizers for an array of {len(fused)} members: give one per member, in their order"
-        )
-    cls = _fused_class(optimizers, into)
+    cls = into or _counterpart(optimizers)
     params = dict(fused.named_parameters())
     keys = _aligned_keys(optimizers, fused, params)
     groups = [
@@ -78,34 +74,31 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
         )
     if not isinstance(optimizers, Iterable) or isinstance(optimizers, str | torch.nn.Module):
         raise FusionError(f"hf.optim.fuse expects a list of one optimizer per member, got {type(optimizers).__name__}")
-    optimizer_list = list(optimizers)
-    for member, optimizer in enumerate(optimizer_list):
-        if not isinstance(optimizer, Optimizer):
-            kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
-            raise FusionError(
-                f"optimizer {member} must be an optimizer, got {kind}. Give one per member, such as "
-                "[torch.optim.Adam(model.parameters()) for model in models]."
-            )
     if into is not None and not (isinstance(into, type) and issubclass(into, FusedOptimizer)):
         raise FusionError(f"into={into!r}: give a class of hf.optim, such as into=hf.optim.Adam")
-    return optimizer_list
-
-
-def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None) -> type[FusedOptimizer]:
-    for member, optimizer in enumerate(optimizers):
+    optimizer_list = list(optimizers)
+    for member, optimizer in enumerate(optimizer_list):
+        kind, first = (given if isinstance(given, type) else type(given) for given in (optimizer, optimizer_list[0]))
+        if not isinstance(optimizer, Optimizer):
+            raise FusionError(
+                f"optimizer {member} must be an optimizer, got {'the class ' * (kind is optimizer)}{kind.__name__}. "
+                "Give one per member, such as [torch.optim.Adam(model.parameters()) for model in models]."
+            )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise FusionError(
                 f"optimizer {member} has differentiable=True, which a fused optimizer cannot do: set it to False"
             )
-    classes = [into or _counterpart(member, optimizer) for member, optimizer in enumerate(optimizers)]
-    for member, (cls, optimizer) in enumerate(zip(classes, optimizers, strict=True)):
-        if cls is not classes[0] or (into and type(optimizer) is not type(optimizers[0])):
-            kinds = [type(optimizer), type(optimizers[0])] if into else [cls, classes[0]]
+        if kind is not first:
             raise FusionError(
-                f"optimizer {member} is {kinds[0].__name__}, optimizer 0 is {kinds[1].__name__}: all members "
-                "need the same class"
+                f"optimizer {member} is {kind.__name__}, optimizer 0 is {first.__name__}: all members need the same "
+                "class"
             )
-    return classes[0]
+    if len(optimizer_list) != len(fused):
+        raise FusionError(
+            f"{len(optimizer_list)} optimizers for an array of {len(fused)} members: give one per member, in their "
+            "order"
+        )
+    return optimizer_list
 
 
 def _torch_classes(cls: type[FusedOptimizer] = FusedOptimizer) -> Iterator[type[FusedOptimizer]]:
@@ -116,22 +109,20 @@ def _torch_classes(cls: type[FusedOptimizer] = FusedOptimizer) -> Iterator[type[
         yield from _torch_classes(subclass)
 
 
-def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
-    for cls in _torch_classes():
-        if type(optimizer) is cls.torch_class:
-            break
-    else:
-        supported = sorted({f"torch.optim.{cls.torch_class.__name__}" for cls in _torch_classes() if cls.torch_class})
-        names = ", ".join(supported)
+def _counterpart(optimizers: list[Optimizer]) -> type[FusedOptimizer]:
+    """Return the class of hf.optim that does the same. Raises FusionError if there is none."""
+    kind, classes = type(optimizers[0]), {cls.torch_class: cls for cls in _torch_classes()}
+    if kind not in classes:
+        names = ", ".join(sorted(f"torch.optim.{known.__name__}" for known in classes if known))
         raise FusionError(
-            f"optimizer {member} is {type(optimizer).__name__}; supported are {names}; for another one, give the class "
-            "of hf.optim that computes the same as into="
+            f"optimizer 0 is {kind.__name__}; supported are {names}; for another one, give the class of hf.optim that "
+            "computes the same as into="
         )
-    if not issubclass(cls, Adam):
-        return cls
-    decoupled = [bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups]
+    if not issubclass(classes[kind], Adam):
+        return classes[kind]
+    decoupled = [bool(group.get("decoupled_weight_decay")) for opt in optimizers for group in opt.param_groups]
     if len(set(decoupled)) > 1:
-        raise FusionError(f"optimizer {member} has decoupled_weight_decay={decoupled} in its groups: use one value")
+        raise FusionError(f"decoupled_weight_decay={decoupled} in the param groups of all optimizers: use one value")
     return AdamW if decoupled[0] else Adam
 
 
@@ -155,17 +146,10 @@ def _aligned_keys(
         for index, (names, first) in enumerate(zip(groups, keys[0], strict=True)):
             if names != first:
                 raise FusionError(
-                    f"param group {index} of optimizer {member} holds {_difference(names, first)}: give all "
-                    "members the same parameters in the same order"
+                    f"param group {index} of optimizer {member} holds {names}, and that of optimizer 0 {first}: give "
+                    "all members the same parameters in the same order"
                 )
     return keys[0]
-
-
-def _difference(names: list[str], first: list[str]) -> str:
-    for position, (name, other) in enumerate(zip(names, first, strict=False)):
-        if name != other:
-            return f"{name!r} as parameter {position}, where that of optimizer 0 holds {other!r}"
-    return f"{len(names)} parameters, where that of optimizer 0 holds {len(first)}"
 
 
 def _key(

@@ -96,17 +96,7 @@ class MemberRows:
         members = width(self)
         fresh = rows_of(rows, members)
         check_once(fresh)
-        new_values = _read_new_hypers(self, hypers, fresh)
-        for group, values in zip(_groups(self), new_values, strict=True):
-            vectors, _ = read(group, self.hypers, members)  # type: ignore[attr-defined]
-            for hyper, vector in zip(self.hypers, vectors, strict=True):  # type: ignore[attr-defined]
-                if hyper.label in values:
-                    vector[fresh] = values[hyper.label]
-        sources: list[int | None] = list(range(members))
-        for row in fresh:
-            sources[row] = None
-        for group in _groups(self):
-            _move_state(self, group, sources)
+        rearrange(self, [None if row in fresh else row for row in range(members)], hypers)
 
     def tables(self) -> dict[str, MemberTable]:
         """The members' hyper-parameters of each param group, and their state of each parameter: live, by name."""
@@ -161,31 +151,10 @@ def _groups(optimizer: Any) -> list[ParamGroup]:
 
 def width(optimizer: Any) -> int:
     """Return the number of members that the optimizer knows of; the array may already have more or fewer."""
-    for group in _groups(optimizer):
-        for hyper in optimizer.hypers:
-            value = _value(group, hyper)
-            if isinstance(value, MemberVector):
-                return len(value)
-    members: int = optimizer.members
+    values = [value for group in _groups(optimizer) for value in group.values()]
+    items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    members: int = next((len(item) for item in items if isinstance(item, MemberVector)), optimizer.members)
     return members
-
-
-def _value(group: ParamGroup, hyper: Hyper) -> Any:
-    value = group[hyper.key]
-    if hyper.index is None:
-        return value
-    return value[hyper.index] if isinstance(value, tuple | list) and len(value) == 2 else None
-
-
-def check_width(optimizer: Any, group: ParamGroup, members: int) -> None:
-    """Raise ValueError if members have joined or left the array and the optimizer has not been told."""
-    for hyper in optimizer.hypers:
-        value = _value(group, hyper)
-        if isinstance(value, MemberVector) and value.dim() == 1 and len(value) != members:
-            raise ValueError(
-                f"{hyper.label} has {len(value)} values for an array of {members} members: what was done to the fused "
-                f"module by keep or append must be done to its {type(optimizer).__name__}, too"
-            )
 
 
 def rearrange(
@@ -195,6 +164,8 @@ def rearrange(
 ) -> None:
     """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``new_hypers``.
 
+    If all others stay where they are, members restart: by default they keep their hyper-parameters.
+
     Raises ValueError in the same cases as `MemberRows.append`.
     """
     before = width(optimizer)
@@ -203,16 +174,17 @@ def rearrange(
     # Everything that may fail comes first, so that an error changes nothing.
     fresh = [row for row, source in enumerate(sources) if source is None]
     new_values = _read_new_hypers(optimizer, new_hypers, fresh)
+    restarts = len(sources) == before and all(source in (row, None) for row, source in enumerate(sources))
     for first, values in zip(optimizer.initial_values, new_values, strict=True):
-        for hyper in optimizer.hypers if fresh else ():
+        for hyper in optimizer.hypers if fresh and not restarts else ():
             if hyper.label not in values:
                 values[hyper.label] = _initial_value(hyper, first.get(hyper.label))
-    others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
+    others = [{} if restarts else _others(optimizer, group, before, sources) for group in _groups(optimizer)]
     for group, values, more in zip(_groups(optimizer), new_values, others, strict=True):
         vectors, _ = read(group, optimizer.hypers, before)
         for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
             moved = moved_rows(plain(vector), sources, {})
-            if fresh:
+            if hyper.label in values:
                 moved[fresh] = values[hyper.label]
             write_hyper(group, hyper, moved)
         for key, value in more.items():

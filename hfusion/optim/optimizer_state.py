@@ -12,7 +12,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import State, membership_of
-from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, plain, state_dtype
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, Settings, plain, state_dtype
 
 
 def saved_entries(optimizer: Any, state_dict: Any) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
@@ -82,47 +82,31 @@ def numbers_shape(param: Tensor) -> torch.Size:
     return torch.Size([mark.members] if mark.stacked else [])
 
 
-def member_state_dicts(
-    param_groups: Sequence[ParamGroup],
-    state: Mapping[Tensor, State],
-    options: ParamGroup,
-    *,
-    counted: bool,
-    early: bool,
-) -> list[dict[str, Any]]:
-    """B state dicts, one per member, as torch's optimizers load them; the state is copied.
-
-    ``options``: what a param group of torch has besides. ``counted``: a state holds ``step``. ``early``: there is state
-    before the first step.
-    """
-    params = [param for group in param_groups for param in group["params"]]
+def member_state_dicts(optimizer: Any) -> list[dict[str, Any]]:
+    """Return B state dicts, one per member, as torch's optimizers load them; the state is copied."""
+    kind = optimizer.torch_class
+    example = None if kind is None else kind([torch.zeros(1, 1, device="cpu")])
+    # Some classes have state before their first step.
+    early = example is not None and bool(example.state)
+    if early:
+        optimizer.initialise()
+    members, numbers = optimizer.members, {param: number for number, param in enumerate(optimizer._params())}
     state_dicts = []
-    for member in range(membership_of(params[0]).members):
-        numbers = {param: number for number, param in enumerate(params)}
-        states = {
-            number: entry
-            for param, number in numbers.items()
-            if (entry := _member_state(state.get(param, {}), param, member)) and (early or entry["step"] > 0)
-        }
-        groups = [
-            {
-                **options,
-                **_member_group(group, member),
-                "params": [numbers[param] for param in group["params"]],
-            }
-            for group in param_groups
-        ]
-        if not counted:
-            for entry in states.values():
-                del entry["step"]
+    for member in range(members):
+        states = {}
+        for param, number in numbers.items():
+            entry = optimizer.state.get(param, {}).items()
+            rows = {name: value[member] if membership_of(param).stacked else value for name, value in entry}
+            if rows and (early or rows["step"] > 0):
+                kept = rows.keys() - ({"step"} if not optimizer.counts_steps else ())
+                states[number] = {name: rows[name].clone(memory_format=torch.contiguous_format) for name in kept}
+        groups = [{} if example is None else dict(example.param_groups[0]) for _ in optimizer.param_groups]
+        for values, group in zip(groups, optimizer.param_groups, strict=True):
+            own = {key: value for key, value in group.items() if key != MASTER_WEIGHTS}
+            values.update({key: _member_value(plain(value), member, members) for key, value in own.items()})
+            values["params"] = [numbers[param] for param in group["params"]]
         state_dicts.append({"state": states, "param_groups": groups})
     return state_dicts
-
-
-def _member_group(group: ParamGroup, member: int) -> dict[str, Any]:
-    members = len(group["lr"])
-    entries = {key: value for key, value in group.items() if key != MASTER_WEIGHTS}
-    return {key: _member_value(plain(value), member, members) for key, value in entries.items()}
 
 
 def _member_value(value: Any, member: int, members: int) -> Any:
@@ -131,9 +115,3 @@ def _member_value(value: Any, member: int, members: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_member_value(item, member, members) for item in value)
     return value
-
-
-def _member_state(entry: State, param: Tensor, member: int) -> State:
-    mark = membership_of(param)
-    rows = {name: value[member] if mark.stacked else value for name, value in entry.items()}
-    return {name: row.clone(memory_format=torch.contiguous_format) for name, row in rows.items()}

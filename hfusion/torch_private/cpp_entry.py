@@ -113,6 +113,16 @@ def load_function(path: Path) -> Callable[..., Any]:
 
 
 # Patch Inductor's C++ for a block of members, so that threads without the GIL can call it.
+#
+# Inductor's programs take and return tensor handles, and compute without the GIL. But they begin by releasing it, which
+# only a thread that holds it may do. Three changes are made to the source before it is compiled:
+#
+# - The GIL is released only if the thread holds it.
+# - A function `hfusion_rows` is added. It takes stacks of all members, computes a block of their rows, and writes
+#   losses and gradients to the same rows of other stacks.
+# - A result is allocated directly in its rows, if their address is aligned like memory of torch.
+#
+# If the source or the wrappers differ from what is expected, there is no such function.
 
 _RELEASE = "py::gil_scoped_release_simple release;"
 # The replacement works in threads that do not hold the GIL, too.

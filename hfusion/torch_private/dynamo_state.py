@@ -44,6 +44,8 @@ def uncompiled(model: Any) -> Any:
 
 
 # Call functions that torch hides from Dynamo without importing Dynamo, which takes a second.
+#
+# Torch imports Dynamo at their first call. As long as nothing else has imported it, there is nothing to hide from.
 
 ModeClass = TypeVar("ModeClass", bound=type[TorchDispatchMode])
 

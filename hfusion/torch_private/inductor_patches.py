@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,32 +24,6 @@ def quick_inductor() -> Iterator[None]:
         stack.enter_context(_dtype_rules_once())
         stack.enter_context(_all_headers_precompiled())
         stack.enter_context(_numbers_stay_tensors())
-        stack.enter_context(_first_instructions())
-        yield
-
-
-@contextmanager
-def _first_instructions() -> Iterator[None]:
-    """Context manager: try only the first set of vector instructions of the processor.
-
-    torch builds and loads a small program for each set, then uses the first that works. On a Xeon with four sets this
-    takes 2.7 of 8.3 s, once per cache of the compiler.
-    """
-    from torch._inductor import config, cpu_vec_isa
-
-    module: Any = cpu_vec_isa
-    original, supported = getattr(module, "valid_vec_isa_list", None), getattr(module, "supported_vec_isa_list", None)
-    chosen = "ATEN_CPU_CAPABILITY" in os.environ or getattr(config.cpp, "simdlen", None) is not None
-    has = frozenset(getattr(module, "x86_isa_checker", list)())
-    if original is None or supported is None or chosen or not has:
-        yield
-        return
-
-    @functools.cache
-    def first() -> list[Any]:
-        return [*itertools.islice((isa for isa in supported if has.issuperset(str(isa).split()) and isa), 1)]
-
-    with replaced(module, {"valid_vec_isa_list": first}):
         yield
 
 

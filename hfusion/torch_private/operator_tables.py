@@ -39,6 +39,9 @@ def has_device_kernel(name: str, device: torch.device) -> bool:
 
 
 # The last states of LSTMs in traces: torch up to 2.11 decomposes an LSTM into states with a dim too many.
+#
+# Kernels return ``[L, N, H]``; the decomposition of torch 2.11, which tracing runs, returns ``[L, 1, N, H]`` for N > 1.
+# Code that uses the states would be captured with wrong shapes, and compiled steps would return them.
 
 
 @cache

@@ -62,20 +62,3 @@ def test_torch_is_left_as_it_was() -> None:
     with pytest.raises(KeyError):
         fail()
     assert state() == before
-
-
-@needs_compiler
-def test_the_instructions_are_those_of_torch_of_which_no_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import cpu_vec_isa
-
-    listed = cpu_vec_isa.valid_vec_isa_list
-    expected = cpu_vec_isa.pick_vec_isa()
-    if len(listed()) < 2:
-        pytest.skip("this processor has no second set of vector instructions")
-    monkeypatch.setattr(type(listed()[1]), "__bool__", lambda isa: pytest.fail(f"{isa} is tried"))
-    with quick_inductor():
-        assert cpu_vec_isa.pick_vec_isa() is expected
-    assert cpu_vec_isa.valid_vec_isa_list is listed
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", str(listed()[-1]))
-    with quick_inductor():
-        assert cpu_vec_isa.valid_vec_isa_list is listed
