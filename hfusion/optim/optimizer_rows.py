@@ -96,7 +96,7 @@ class MemberRows:
         members = width(self)
         fresh = rows_of(rows, members)
         check_once(fresh)
-        rearrange(self, [None if row in fresh else row for row in range(members)], hypers)
+        rearrange(self, [None if row in fresh else row for row in range(members)], hypers, restart=True)
 
     def tables(self) -> dict[str, MemberTable]:
         """The members' hyper-parameters of each param group, and their state of each parameter: live, by name."""
@@ -157,14 +157,11 @@ def width(optimizer: Any) -> int:
     return members
 
 
-def rearrange(
-    optimizer: Any,
-    sources: Sources,
-    new_hypers: Mapping[str, Any],
-) -> None:
+def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *, restart: bool = False) -> None:
     """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``new_hypers``.
 
-    If all others stay where they are, members restart: by default they keep their hyper-parameters.
+    Args:
+        restart: whether the new members are those that were in their rows before, and keep their hyper-parameters.
 
     Raises ValueError in the same cases as `MemberRows.append`.
     """
@@ -174,12 +171,11 @@ def rearrange(
     # Everything that may fail comes first, so that an error changes nothing.
     fresh = [row for row, source in enumerate(sources) if source is None]
     new_values = _read_new_hypers(optimizer, new_hypers, fresh)
-    restarts = len(sources) == before and all(source in (row, None) for row, source in enumerate(sources))
     for first, values in zip(optimizer.initial_values, new_values, strict=True):
-        for hyper in optimizer.hypers if fresh and not restarts else ():
+        for hyper in optimizer.hypers if fresh and not restart else ():
             if hyper.label not in values:
                 values[hyper.label] = _initial_value(hyper, first.get(hyper.label))
-    others = [{} if restarts else _others(optimizer, group, before, sources) for group in _groups(optimizer)]
+    others = [{} if restart else _others(optimizer, group, before, sources) for group in _groups(optimizer)]
     for group, values, more in zip(_groups(optimizer), new_values, others, strict=True):
         vectors, _ = read(group, optimizer.hypers, before)
         for hyper, vector in zip(optimizer.hypers, vectors, strict=True):

@@ -173,7 +173,7 @@ for real, capability, wide in itertools.product(kernels.DTYPES.values(), (80, 90
     lanes = 128 // real.primitive_bitwidth if wide else 1
     arithmetic = "*fp64" if real.primitive_bitwidth == 64 else "*fp32"
     block = {"spots": "*i32", "sizes": "*i64", "grads": "*i64"}
-    row = {"which": "*i32", "sizes": "*i64", "firsts": "*i64", "partials": arithmetic}
+    row = {"sizes": "*i64", "firsts": "*i64", "partials": arithmetic}
     ways = [(kernels.scale_rows, {**block, "factors": f"*{real}"}, {"LANES": lanes})]
     for order in (0, 1, 2):
         constants = {"ORDER": order, "LANES": lanes}

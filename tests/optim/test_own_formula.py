@@ -102,7 +102,7 @@ def test_an_optimizer_of_no_table_equals_its_plain_form(steppers: str) -> None:
         fused.step()
     ((_, parts),) = fused._prepared.values()
     assert parts is not None
-    assert [type(group._plan).__name__ for group in parts._groups] == [steppers]
+    assert [type(group.stepper).__name__ for group in parts._groups] == [steppers]
     for index, param in enumerate(array.params):
         for member in range(3):
             own = [step[index][member] for step in grads]
@@ -151,7 +151,7 @@ def test_state_that_becomes_what_another_was(kind: type[Shifting], native: bool,
     torch.testing.assert_close(state["before"], seen[1], rtol=1e-12, atol=0.0)
     ((_, parts),) = fused._prepared.values()
     assert parts is not None
-    assert (type(parts._groups[0]._plan).__name__ == "NativeStepper") == native
+    assert (type(parts._groups[0].stepper).__name__ == "NativeStepper") == native
 
 
 def test_nothing_is_traced_before_the_first_step(monkeypatch: pytest.MonkeyPatch, compiler: list[str]) -> None:
