@@ -20,7 +20,7 @@ class MemberTable:
 
     Attributes:
         rows: the number of rows.
-        columns: the columns. The dict may be that of another object, which then has what is written here.
+        columns: the columns, of tensors without gradients. The dict may be that of another object, which then has what is written here.
         empty: the entries of a row without a member, by the column's name up to its first ``/``. A column that is not
             in it has no such entry: its free rows hold anything.
 
@@ -72,7 +72,6 @@ class MemberTable:
                     for row in places:
                         column[row] = self.empty[kind]
 
-    @torch.no_grad()
     def take(self, rows: Sequence[int], free: int = 0) -> Self:
         """Return a table of copies of ``rows``, which may repeat, and then of ``free`` rows without a member."""
         places = [*rows, *[rows[0]] * free]
@@ -95,7 +94,6 @@ class MemberTable:
         columns = {name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.columns.items()}
         return MemberTable(self.rows, columns, self.empty)
 
-    @torch.no_grad()
     def put(self, rows: Sequence[int], other: MemberTable) -> None:
         """Write the first rows of ``other`` over ``rows``; a column that one of the tables lacks is empty there."""
         self.clear(rows, {name.partition("/")[0] for name in self.columns.keys() - other.columns.keys()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,33 @@ from tests.checkpoint.living import OPTIONS, Batches, Net, population, train
 BATCH = torch.randn(6, 4), torch.randint(3, (6,))
 
 
-def on_a_base(base: nn.Module, count: int, **options: Any) -> hf.Population:
-    return hf.Population([nn.Sequential(base, nn.Linear(4, 3)) for _ in range(count)], **{**SGD, **options})
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
+    """Alone it has the base for itself, with its state in the optimizer."""
 
+    def array(*bases: nn.Module) -> tuple[hf.FusedModule, hf.optim.SGD]:
+        fused = hf.fuse([nn.Sequential(base.requires_grad_(trained), nn.Linear(4, 3)) for base in bases])
+        return fused, hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
 
-SGD: dict[str, Any] = {
-    "optimizer": lambda params: hf.optim.SGD(params, lr=0.1, momentum=0.9),
-    "loss": F.cross_entropy,
-    "compile": False,
-}
-
-
-def test_one_of_the_members_of_a_base(tmp_path: Path) -> None:
-    """Alone it has the base for itself."""
-    pop = on_a_base(nn.Linear(4, 4).requires_grad_(False), 3)
-    pop.step(*BATCH)
-    pop.save(tmp_path)
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))
-
-    loaded = hf.Population.load(tmp_path, make, tags="member 1", **SGD)
-    for name, tensor in loaded.fused.named_parameters():
-        stack = dict(pop.fused.named_parameters())[name]
+    fused, optimizer = array(*[nn.Linear(4, 4)] * 3)
+    hf.train_step(fused, F.cross_entropy, optimizer, compile=False)(*BATCH)
+    hf.save(tmp_path, fused, optimizer)
+    loaded, own = array(nn.Linear(4, 4))
+    hf.load(tmp_path, loaded, own, tags="member 1")
+    for name, tensor in loaded.named_parameters():
+        stack = dict(fused.named_parameters())[name]
         expected = stack[1] if stack.dim() == tensor.dim() else stack
         torch.testing.assert_close(tensor[0], expected, rtol=0, atol=0)
         if tensor.requires_grad:
-            moved = pop.optimizer.state[stack]["momentum_buffer"]
-            momentum = loaded.optimizer.state[tensor]["momentum_buffer"][0]
+            moved = optimizer.state[stack]["momentum_buffer"]
+            momentum = own.state[tensor]["momentum_buffer"][0]
             assert torch.equal(momentum, moved[1] if moved.dim() > momentum.dim() else moved)
-    assert loaded.step(*BATCH).isfinite().all()
+    assert hf.train_step(loaded, F.cross_entropy, own, compile=False)(*BATCH).isfinite().all()
+    if trained:
+        with pytest.raises(
+            hf.CheckpointError, match=r"0\.weight is trained and each member's own here, and was not in"
+        ):
+            hf.load(tmp_path, *array(*[nn.Linear(4, 4) for _ in range(3)]))
 
 
 def test_free_rows_have_no_schedule_to_go_on(tmp_path: Path) -> None:
@@ -116,12 +114,18 @@ def test_invalid_values_are_refused_before_anything_is_written(name: str, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_that_fails_in_the_background_warns(tmp_path: Path) -> None:
+def test_the_next_save_raises_the_unread_error_of_the_last_one(tmp_path: Path) -> None:
     pop = population(2)
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"a save has failed: .*file could not write a checkpoint"):
-        assert isinstance(pop.save(tmp_path / "file", wait=False).exception(), hf.CheckpointError)
+    pop.save(tmp_path / "file", wait=False)
+    with pytest.raises(hf.CheckpointError, match=r"the save before this one: .*file could not write a checkpoint"):
+        pop.save(tmp_path / "good")
     assert pop.save(tmp_path / "good").result().name == "save-000000000001"
+    failed = pop.save(tmp_path / "file", wait=False)
+    assert isinstance(failed.exception(), hf.CheckpointError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pop.save(tmp_path / "good")
 
 
 def test_a_save_without_its_files_names_another(tmp_path: Path) -> None:
