@@ -51,6 +51,11 @@ def mark(tensor: T, membership: Membership) -> T:
     return tensor
 
 
+def unmark(tensor: torch.Tensor) -> None:
+    """Remove the mark of a tensor, if it has one."""
+    vars(tensor).pop(_MARK, None)
+
+
 def membership(tensor: torch.Tensor) -> Membership | None:
     """The mark of a fused module's tensor; None for any other tensor."""
     value = getattr(tensor, _MARK, None)

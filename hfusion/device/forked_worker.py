@@ -81,6 +81,10 @@ class ForkedWorker:
             raise answer.error_of(self.name)
         return answer
 
+    def fileno(self) -> int:
+        """Return what `multiprocessing.connection.wait` waits for: the answer to a request."""
+        return self._pipe.fileno()
+
     def ask(self, request: Any) -> Any:
         """Send a request, and return its answer as `poll` does, if no other answer is awaited."""
         self.call(request)

@@ -30,15 +30,23 @@ Outputs = list[tuple[Any, Any]]
 
 
 @torch.no_grad()
-def evaluate(population: Population, metric: Callable[..., Any], loader: Iterable[Any]) -> dict[int, float]:
-    """Return the ``metric`` of each member by its row of the population; every batch is read once."""
+def evaluate(
+    population: Population,
+    metric: Callable[..., Any],
+    loader: Iterable[Any],
+    convert: Callable[[Any], Any] | None = None,
+) -> dict[int, Any]:
+    """Return the ``metric`` of each member by its row of the population, as in `member_metrics`.
+
+    Every batch is read once.
+    """
     check_metric(metric)
     outputs = _group_outputs(population, loader)
-    values: dict[int, float] = {}
+    values: dict[int, Any] = {}
     for group in population._groups:
         rows = {local: row for local, row in enumerate(group.rows) if row is not None}
         names = {local: group.table.tag(local) for local in rows}
-        numbers = member_metrics(outputs[group.number], metric, names, rows)
+        numbers = member_metrics(outputs[group.number], metric, names, rows, convert)
         values |= {rows[local]: number for local, number in numbers.items()}
     return values
 
@@ -143,10 +151,12 @@ def member_metrics(
     metric: Callable[..., Any],
     members: Mapping[int, str],
     rows: Mapping[int, int] | None = None,
-) -> dict[int, float]:
+    convert: Callable[[Any], Any] | None = None,
+) -> dict[int, Any]:
     """Return the ``metric`` of each of ``members``, by row, from outputs ``[rows, ...]`` and targets of all batches.
 
-    ``rows``: the row that errors name for each; by default the row of the outputs.
+    ``rows``: the row that errors name for each; by default the row of the outputs. ``convert``: a function of what the
+    metric returned; by default `number`.
     """
     check_batches(batches)
     updated = is_updated(metric)
@@ -163,7 +173,8 @@ def member_metrics(
                 )
             ]
         try:
-            values[row] = number(_updated(metric, member_batches) if updated else metric(*member_batches[0]))
+            value = _updated(metric, member_batches) if updated else metric(*member_batches[0])
+            values[row] = number(value) if convert is None else convert(value)
         except Exception as error:
             error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
             raise

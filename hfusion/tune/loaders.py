@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import copy
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,11 +35,6 @@ class Loaders:
         """The function that makes loaders; None if the loader itself was given."""
         source: Any = self._source
         return None if isinstance(source, Iterable) or not callable(source) else source
-
-    @property
-    def created_loaders(self) -> list[Any]:
-        """The loaders created so far, or the given one."""
-        return [loader for _, loader in self._created_loaders] if self.function is not None else [self._source]
 
     def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
         """Return the loader for these arguments of the function. Raises PlanError if it returns no loader."""
@@ -97,7 +94,7 @@ def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
                 generator.set_state(state)
 
 
-def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Generator[tuple[Any, Any]]:
     """Yield the minibatches of a loader on a device. Raises PlanError if there are none, or one is not a pair."""
     count = 0
     with reading(loader) as batches:
@@ -127,9 +124,14 @@ def minibatches(loader: Iterable[Any]) -> int:
             return sum(1 for _ in batches)
 
 
-def first_inputs(loader: Iterable[Any], device: torch.device) -> Any:
-    """Return the inputs of the first minibatch, and restore the generators. Raises PlanError as `batches_on` does."""
-    with seeded(loader, 0):
-        for inputs, _ in batches_on("loader", loader, device):
-            return inputs
-    raise AssertionError("unreachable: a loader without minibatches is an error")
+def first_inputs(loader: Iterable[Any]) -> tuple[Any, float]:
+    """Return a copy of the inputs of the first minibatch on the CPU, and the seconds in which another one is read.
+
+    Generators are restored. Raises PlanError as `batches_on` does.
+    """
+    with seeded(loader, 0), closing(batches_on("loader", loader, torch.device("cpu"))) as batches:
+        # A copy, so that a forward that writes into its inputs does not change the loader's data.
+        inputs = copy.deepcopy(next(batches)[0])
+        began = time.perf_counter()
+        next(batches, None)
+        return inputs, time.perf_counter() - began

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from hfusion import optim
 from hfusion.capture.compare_models import check_alone
+from hfusion.core.membership import Membership, mark
 from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember
-from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_of, sample_optimizer
+from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
 from hfusion.tune.loaders import same_values
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class ModelMaker:
 
 @dataclass(frozen=True, eq=False)
 class TrialModel:
-    """A trial and its model. The model is not pickled: other processes make it again."""
+    """A trial and its model."""
 
     number: int
     suggestion: Suggestion
@@ -128,19 +130,6 @@ class TrialModel:
     def tag(self) -> str:
         return f"trial {self.number}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "model"}
-
-
-@dataclass(frozen=True, eq=False)
-class SweepDefaults:
-    """Defaults for trials whose space does not choose a value; see `hfusion.sweep`."""
-
-    optimizer: MakeOptimizer
-    epochs: int
-    clip_norm: float | None = None
-    accumulate: int = 1
-
 
 class Maker:
     """Makes suggestions and models from trials. Raises ValueError if the optimizer is not from hf.optim.
@@ -148,6 +137,7 @@ class Maker:
     Args:
         loader: the function that makes loaders, if there is one.
         scheduler: makes a scheduler from the optimizer of one member, if there is one.
+        defaults: the values of `SWEEP_NAMES` for trials whose space does not choose them.
     """
 
     def __init__(
@@ -157,26 +147,15 @@ class Maker:
         loss: Callable[..., Any],
         loader: Callable[..., Any] | None,
         scheduler: MakeScheduler | None,
-        defaults: SweepDefaults,
+        defaults: Mapping[str, Any],
         device: torch.device,
     ) -> None:
         self._space, self.models = space, ModelMaker(make_model, device)
         self._defaults, self._scheduler = defaults, scheduler
-        functions: list[tuple[str, Callable[..., Any] | None, int]] = [
-            (MAKE_MODEL, make_model, 0),
-            (LOADER, loader, 0),
-            (LOSS, loss, 2),
-            (SCHEDULER, scheduler, 1),
-        ]
-        self._receivers = [
-            *(
-                Receiver.of_function(prefix, function, positional)
-                for prefix, function, positional in functions
-                if function is not None
-            ),
-            Receiver.of_names(SWEEP, "the sweep", SWEEP_NAMES),
-        ]
-        sample_optimizer(defaults.optimizer)
+        functions = {(MAKE_MODEL, 0): make_model, (LOADER, 0): loader, (LOSS, 2): loss, (SCHEDULER, 1): scheduler}
+        self._receivers = [Receiver.of_function(*key, taker) for key, taker in functions.items() if taker is not None]
+        self._receivers.append(Receiver(SWEEP, "the sweep", SWEEP_NAMES))
+        sample_optimizer(defaults[OPTIMIZER])
 
     def suggestion(self, trial: Any) -> Suggestion:
         """Route the values of ``space(trial)`` by name. Raises ValueError for a value that no function takes."""
@@ -196,44 +175,31 @@ class Maker:
             raise ValueError(f"trial {trial.number}: {error}") from error
 
     def _sorted(self, number: int, values: Mapping[str, Any]) -> Suggestion:
-        kind = self._kind(values)
+        choice = values.get(f"{SWEEP}.{OPTIMIZER}", values.get(OPTIMIZER))
+        kind: MakeOptimizer = self._defaults[OPTIMIZER] if choice is None else optimizer_of(choice)
         sample = sample_optimizer(kind)
         names = dict.fromkeys([*(hyper.key for hyper in sample.hypers), *sample.options])
-        optimizer = Receiver.of_names(OPTIMIZER, type(sample).__name__, list(names))
-        receivers = [optimizer, *self._receivers]
-        routed = route(number, values, receivers)
+        routed = route(number, values, [Receiver(OPTIMIZER, type(sample).__name__, tuple(names)), *self._receivers])
         options = {key: value for key, value in routed[OPTIMIZER].items() if key in sample.options}
         hypers = {key: value for key, value in routed[OPTIMIZER].items() if key not in options}
         _check_hypers(sample, hypers)
-        epochs, accumulate, clip = self._numbers(routed[SWEEP])
-        choices = ArrayChoices(kind, options, routed[LOADER], routed[LOSS], accumulate, clip is not None)
+        own = {**self._defaults, **routed[SWEEP]}
+        for name in ("epochs", "accumulate"):
+            if not isinstance(own[name], int) or isinstance(own[name], bool) or own[name] < 1:
+                raise ValueError(f"{name}={own[name]!r}: give a whole number of at least 1")
+        clip = own["clip_norm"]
+        if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip > 0):
+            raise ValueError(f"clip_norm={clip!r}: give a norm above 0, or None")
+        if "clip_norm" in routed[SWEEP]:
+            # Trials that are not clipped share an array with others.
+            clip = math.inf if clip is None else float(clip)
+        choices = ArrayChoices(kind, options, routed[LOADER], routed[LOSS], own["accumulate"], clip is not None)
         # Raise errors now if hyper-parameters, options and scheduler do not fit together.
         combined = sample_optimizer(kind, options, [hypers])
         _ = combined.state_stacks
         if self._scheduler is not None:
             PerMember(combined, partial(self._scheduler, **routed[SCHEDULER]))
-        return Suggestion(hypers, choices, routed[MAKE_MODEL], epochs, routed[SCHEDULER], clip)
-
-    def _kind(self, values: Mapping[str, Any]) -> MakeOptimizer:
-        """Return the optimizer that the space chose, or the default."""
-        address = f"{SWEEP}.{OPTIMIZER}"
-        choice = values.get(address, values.get(OPTIMIZER))
-        return self._defaults.optimizer if choice is None else optimizer_of(choice)
-
-    def _numbers(self, values: Mapping[str, Any]) -> tuple[int, int, float | None]:
-        """Return epochs, accumulate and clip_norm of a trial. If the space chose None for the norm, it is infinite."""
-        counts = []
-        for name in ("epochs", "accumulate"):
-            value = values.get(name, getattr(self._defaults, name))
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
-            counts.append(value)
-        if "clip_norm" not in values:
-            return counts[0], counts[1], self._defaults.clip_norm
-        clip = values["clip_norm"]
-        if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip > 0):
-            raise ValueError(f"clip_norm={clip!r}: give a norm above 0, or None")
-        return counts[0], counts[1], math.inf if clip is None else float(clip)
+        return Suggestion(hypers, choices, routed[MAKE_MODEL], own["epochs"], routed[SCHEDULER], clip)
 
     def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
         """Return a trial with its model. Raises the same errors as `ModelMaker.model`."""
@@ -268,14 +234,8 @@ def check_choices(trial: Any) -> None:
 # Routing of the values that a space returns, by name, to the functions of a sweep.
 
 # Prefixes of addresses such as "optimizer.lr": they name the function that takes a value.
-OPTIMIZER, MAKE_MODEL, LOADER, LOSS, SCHEDULER, SWEEP = (
-    "optimizer",
-    "make_model",
-    "loader",
-    "loss",
-    "scheduler",
-    "sweep",
-)
+OPTIMIZER, MAKE_MODEL, LOADER, LOSS = "optimizer", "make_model", "loader", "loss"
+SCHEDULER, SWEEP = "scheduler", "sweep"
 # Arguments of hf.sweep itself that a space may choose for each trial.
 SWEEP_NAMES = ("optimizer", "epochs", "clip_norm", "accumulate")
 
@@ -301,15 +261,12 @@ class Receiver:
     takes_others: bool = False
 
     @staticmethod
-    def of_names(prefix: str, label: str, names: Sequence[str]) -> Receiver:
-        """Return a receiver that takes these names only."""
-        return Receiver(prefix, label, tuple(names))
-
-    @staticmethod
-    def of_function(prefix: str, function: Callable[..., Any], positional: int = 0) -> Receiver:
+    def of_function(prefix: str, positional: int, function: Callable[..., Any]) -> Receiver:
         """Return a receiver of the parameters after the first ``positional`` ones."""
-        signature = _signature(function.forward if isinstance(function, nn.Module) else function)
-        if signature is None:
+        try:
+            signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+        except (TypeError, ValueError):
+            # Python knows none of some built-in functions.
             return Receiver(prefix, prefix, (), None, positional, takes_others=True)
         parameters = list(signature.parameters.values())
         named = [p for p in parameters[positional:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -375,9 +332,101 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing by name"
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a function; None if Python knows none, as for some built-in functions."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
+# Optimizers chosen by a space: their class, the options of an array, and the hyper-parameters of its members.
+
+MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
+
+_KINDS: dict[str, type[FusedOptimizer]] = {
+    name.lower(): kind
+    for name in optim.__all__
+    if isinstance(kind := getattr(optim, name), type)
+    and issubclass(kind, FusedOptimizer)
+    and kind is not FusedOptimizer
+}
+
+
+def optimizer_of(choice: Any) -> MakeOptimizer:
+    """Return the optimizer that a space names: ``"adam"``, ``hf.optim.Adam``, ``torch.optim.Adam``, or a function.
+
+    Raises:
+        ValueError: hf.optim has no optimizer of this name or class.
+    """
+    if isinstance(choice, str):
+        if choice.lower() not in _KINDS:
+            raise ValueError(f"optimizer={choice!r} is no optimizer of hf.optim; it has {', '.join(_KINDS)}")
+        return _KINDS[choice.lower()]
+    if (
+        isinstance(choice, type)
+        and issubclass(choice, torch.optim.Optimizer)
+        and not issubclass(choice, FusedOptimizer)
+    ):
+        kinds = [kind for kind in _KINDS.values() if kind.torch_class is choice]
+        if not kinds:
+            raise ValueError(f"optimizer={choice.__name__} has no counterpart in hf.optim; it has {', '.join(_KINDS)}")
+        return kinds[0]
+    if not callable(choice):
+        raise ValueError(f"optimizer={choice!r}: give a name such as 'adam', a class of hf.optim, or a function")
+    make: MakeOptimizer = choice
+    return make
+
+
+def sample_optimizer(
+    optimizer: MakeOptimizer, options: Mapping[str, Any] | None = None, hypers: Sequence[Mapping[str, Any]] = ()
+) -> FusedOptimizer:
+    """Return the optimizer of one member on the meta device. Raises ValueError if it is not from hf.optim.
+
+    The options and hyper-parameters are written as by `optimizer_with`, except where param groups that are chosen by
+    the names of a model's parameters would take them.
+    """
+    params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
+    for param in params:
+        mark(param, Membership("weight", 1, True))
+    sample = optimizer(params)
+    if not isinstance(sample, FusedOptimizer):
+        raise ValueError(
+            f"optimizer gave {type(sample).__name__}: give a class of hf.optim, or a function that makes one from "
+            "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
+        )
+    _write(sample, options or {}, hypers)
+    return sample
+
+
+def optimizer_with(
+    optimizer: MakeOptimizer, options: Mapping[str, Any], hypers: Sequence[Mapping[str, Any]]
+) -> MakeOptimizer:
+    """Return a function that makes the optimizer with the options of an array and hyper-parameters of its members.
+
+    hypers: the hyper-parameters of each member, or one mapping for all members. Options may depend on them, as nesterov
+    needs momentum. Missing values keep the optimizer's defaults, and a param group keeps what it was given itself. The
+    function raises ValueError for a value that no param group takes.
+    """
+
+    def make_optimizer(params: Any) -> FusedOptimizer:
+        created = optimizer(params)
+        if isinstance(created, FusedOptimizer) and (unused := _write(created, options, hypers)):
+            raise ValueError(explicit_everywhere(created, unused[0]))
+        return created
+
+    return make_optimizer
+
+
+def _write(optimizer: FusedOptimizer, options: Mapping[str, Any], hypers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write options and hyper-parameters as the optimizer's defaults; return the keys that no param group takes."""
+    keys = dict.fromkeys([*options, *(key for member in hypers for key in member)])
+    for key in keys:
+        for group in groups_taking(optimizer, key):
+            values = [member.get(key) for member in hypers]
+            group[key] = options[key] if key in options else _values(group[key], values)
+    return [key for key in keys if not groups_taking(optimizer, key)]
+
+
+def _values(defaults: Any, values: Sequence[Any]) -> Any:
+    """Return one hyper-parameter per member, or one for all, with defaults in place of None. Betas are a pair."""
+    if isinstance(defaults, tuple):
+        columns = [[None if value is None else value[index] for value in values] for index in range(len(defaults))]
+        return tuple(_values(default, column) for default, column in zip(defaults, columns, strict=True))
+    if len(values) == 1:
+        return defaults if values[0] is None else values[0]
+    return [
+        default if value is None else float(value) for default, value in zip(defaults.tolist(), values, strict=True)
+    ]

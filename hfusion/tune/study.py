@@ -6,19 +6,27 @@ import copy
 import math
 import os
 import random
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor, nn
+
+from hfusion.population.evaluation import number
+from hfusion.tune.population_based_training import PBT
+from hfusion.tune.sweep_folder import JOURNAL
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-# Names of the journal in a sweep's folder, and of the study in it.
-JOURNAL, STUDY = "study.journal", "sweep"
+
+# The name of the study in a sweep's folder.
+STUDY = "sweep"
 
 
 def import_optuna() -> Any:
@@ -38,32 +46,36 @@ def open_study(
     sampler: Any,
     pruner: Any,
     directory: Path | None,
-) -> tuple[Study, bool]:
-    """Return the given study, or one by name or directory; and whether only this sweep uses it, in the directory.
+) -> Study:
+    """Return the given study, or one by name, which is in a journal if there is a ``directory``.
 
-    Raises ValueError for settings that a given study already has, and for directions that differ from the study's.
+    Raises ValueError for settings that a given study already has, for directions that differ from the study's, and for
+    a study elsewhere than in the directory, with which a killed sweep could not be resumed.
     """
     optuna = import_optuna()
     settings = {"direction": direction, "directions": directions, "sampler": sampler, "pruner": pruner}
-    if isinstance(study, optuna.Study):
+    given = isinstance(study, optuna.Study)
+    if directory is not None:
+        if given or storage is not None:
+            raise ValueError(
+                f"a sweep with directory={os.fspath(directory)!r} keeps its study in a journal there, with which it "
+                "resumes. Leave out study and storage; afterwards optuna.copy_study copies the trials elsewhere."
+            )
+        backend = optuna.storages.journal.JournalFileBackend(str(directory / JOURNAL))
+        storage, study = optuna.storages.JournalStorage(backend), study or STUDY
+    if given:
         for key, value in {"storage": storage, **settings}.items():
             if value is not None:
                 raise ValueError(f"{key}={value!r}: the study given has its own; give it to optuna.create_study")
-        opened_study, is_private = study, False
+        opened_study: Study = study
     elif study is None or isinstance(study, str):
-        is_private = False
-        if storage is None and directory is not None:
-            is_private = True
-            backend = optuna.storages.journal.JournalFileBackend(str(directory / JOURNAL))
-            storage = optuna.storages.JournalStorage(backend)
-        name = study if study is not None else STUDY if is_private else None
         opened_study = optuna.create_study(
-            study_name=name,
+            study_name=study,
             storage=storage,
             directions=directions or [direction or "minimize"],
             sampler=sampler,
             pruner=pruner,
-            load_if_exists=name is not None,
+            load_if_exists=study is not None,
         )
     else:
         raise ValueError(f"study must be an optuna.Study, or the name of one, got {type(study).__name__}")
@@ -72,33 +84,7 @@ def open_study(
     if requested != [None] and [str(getattr(goal, "name", goal)).lower() for goal in requested] != names:
         argument = direction if directions is None else directions
         raise ValueError(f"{name}={argument!r}: study {opened_study.study_name!r} was made to {', '.join(names)}")
-    return opened_study, is_private
-
-
-def check_outlives(study: Any, storage: Any, directory: Path) -> None:
-    """Raise ValueError if a study is in memory, since a sweep resumed in a new process would not find its trials."""
-    optuna = import_optuna()
-    is_study = isinstance(study, optuna.Study)
-    if _in_memory(study._storage if is_study else storage):
-        name = f"study {study.study_name!r}" if is_study else f"storage={storage!r}"
-        raise ValueError(
-            f"{name} is in the memory of this process, and directory={os.fspath(directory)!r} is to go on from after "
-            "it has ended: leave study and storage out, and the trials are in a journal in the directory; or give a "
-            "storage that outlives the process, such as storage='sqlite:///sweep.db', and the name of a study"
-        )
-
-
-def _in_memory(storage: Any) -> bool:
-    """Return whether a storage is in memory, Optuna's own or SQLite's."""
-    if isinstance(storage, import_optuna().storages.InMemoryStorage):
-        return True
-    # Optuna wraps storages that are given as a URL.
-    backend = getattr(storage, "_backend", storage)
-    url = backend if isinstance(backend, str) else getattr(backend, "url", None)
-    if not isinstance(url, str) or not url.startswith("sqlite"):
-        return False
-    path, _, query = url.partition("://")[2].partition("?")
-    return path in ("", "/") or ":memory:" in path or "mode=memory" in query
+    return opened_study
 
 
 @contextmanager
@@ -223,15 +209,13 @@ class Draws:
 
     def _first(self) -> int:
         """Return a base seed drawn from the sampler's own generator, so that its seed determines all; 0 without one."""
-        for generator in generators_of(self._study.sampler):
-            if isinstance(generator, np.random.RandomState):
-                return int(generator.randint(2**31 - 1))
-            return (
-                generator.getrandbits(31)
-                if isinstance(generator, random.Random)
-                else int(generator.integers(2**31 - 1))
-            )
-        return 0
+        generator = next(generators_of(self._study.sampler), None)
+        if isinstance(generator, random.Random):
+            return generator.getrandbits(31)
+        draw = (
+            generator.randint if isinstance(generator, np.random.RandomState) else getattr(generator, "integers", None)
+        )
+        return 0 if draw is None else int(draw(2**31 - 1))
 
     def seed_next_trial(self, asked: int) -> None:
         """Seed the sampler's generators for the next trial, after ``asked`` trials."""
@@ -277,3 +261,142 @@ def _of_a_sampler(part: Any, sampler: Any) -> bool:
         return False
     packages = {"optuna", type(sampler).__module__.partition(".")[0]}
     return part is sampler or type(part).__module__.partition(".")[0] in packages
+
+
+# Heartbeats of sweeps in their study, so that the trials of a crashed sweep do not stay RUNNING for ever.
+
+_PREFIX = "hfusion:sweep:"
+# Least seconds between heartbeats, and how long a sweep may be silent: seconds or rounds, whichever is longer.
+_EVERY, _SILENT, _ROUNDS = 30.0, 600.0, 10
+
+
+class Heartbeat:
+    """Writes heartbeats of the sweep ``run``, which has no directory, as a user attribute of its study."""
+
+    def __init__(self, study: Study, run: str) -> None:
+        self._study, self._key = study, _PREFIX + run
+        self._last_write = self._last_round = time.time()
+        self._write(self._last_write + _SILENT)
+
+    def beat(self) -> None:
+        """Write a heartbeat, unless the last one is recent. Called after every round."""
+        now = time.time()
+        took, self._last_round = now - self._last_round, now
+        if now - self._last_write > _EVERY:
+            self._last_write = now
+            self._write(now + max(_SILENT, _ROUNDS * took))
+
+    def end(self) -> None:
+        """Mark the sweep as ended. Later sweeps fail the trials that it left in training."""
+        self._write(0.0)
+
+    def _write(self, until: float) -> None:
+        beat = {"host": socket.gethostname(), "process": os.getpid(), "until": until}
+        self._study.set_user_attr(self._key, beat)
+
+
+def dead_runs(study: Study) -> set[str]:
+    """Return the names of a study's sweeps without a directory that no process trains."""
+    beats = {key.removeprefix(_PREFIX): value for key, value in study.user_attrs.items() if key.startswith(_PREFIX)}
+    return {run for run, beat in beats.items() if _dead(beat)}
+
+
+def _dead(beat: Any) -> bool:
+    """Return whether a sweep is dead, by its heartbeat."""
+    if beat["host"] == socket.gethostname() and os.name == "posix":
+        with suppress(PermissionError):
+            try:
+                os.kill(beat["process"], 0)
+            except ProcessLookupError:
+                return True
+    return bool(time.time() > beat["until"])
+
+
+# Values of several objectives: metrics that return them, and the trials that no other trial dominates.
+
+
+def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:
+    """Raise ValueError if arguments that need one objective, or no metric, are used with several objectives."""
+    if count == 1:
+        return
+    if metric is None:
+        raise ValueError(
+            f"{count} objectives need a metric that returns {count} values, such as "
+            "lambda outputs, target: (accuracy(outputs, target), F.cross_entropy(outputs, target)); metric is None"
+        )
+    if pruner is not None and type(pruner).__name__ != "NopPruner":
+        raise ValueError(
+            f"pruner={type(pruner).__name__} decides by one value, and there are {count} objectives: leave pruner out, "
+            "or search with one direction"
+        )
+    if pbt is not None:
+        raise ValueError(
+            f"pbt ranks trials by one value, and there are {count} objectives: leave pbt out, or search with one "
+            "direction"
+        )
+
+
+def check_plateaus(count: int, kinds: Sequence[str]) -> None:
+    """Raise ValueError for a scheduler that watches one value after an epoch, if there are several objectives."""
+    if count > 1 and "ReduceLROnPlateau" in kinds:
+        raise ValueError(
+            f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
+            'scheduler_interval="step", where it watches the loss'
+        )
+
+
+def metric_values(count: int, values: Any) -> tuple[float, ...]:
+    """Return what a metric returned for one member as floats. Raises ValueError if there are not ``count`` of them."""
+    if count == 1:
+        return (number(values),)
+    if isinstance(values, Tensor | np.ndarray):
+        values = [values] if not values.ndim else [*values]
+    if not isinstance(values, tuple | list):
+        values = [values]
+    if len(values) != count:
+        raise ValueError(
+            f"the metric returned {len(values)} value{'s' * (len(values) != 1)} for one member, and the study has "
+            f"{count} objectives: return one for each direction, in their order"
+        )
+    return tuple(map(number, values))
+
+
+class BestTrials:
+    """The best of the trials that a sweep completed, by Optuna's rules for objectives, constraints and equal values.
+
+    Args:
+        numbers: the numbers of the sweep's trials, which grow as it asks for more.
+
+    Attributes:
+        models: the models of the best trials so far, by their numbers.
+    """
+
+    def __init__(self, study: Study, numbers: Sequence[int]) -> None:
+        self._study, self._numbers = study, numbers
+        self.models: dict[int, nn.Module] = {}
+
+    def takes(self, number: int) -> bool:
+        """Return whether a trial, which the study knows to be complete, is among the best."""
+        return number in self._best_numbers()
+
+    def add(self, number: int, model: nn.Module) -> None:
+        """Add a trial that `takes` accepted, and remove those that are no longer among the best."""
+        numbers = self._best_numbers()
+        self.models = {key: other for key, other in self.models.items() if key in numbers} | {number: model}
+
+    def _best_numbers(self) -> set[int]:
+        """Return the numbers of the best trials of this sweep in the study."""
+        numbers = set(self._numbers)
+        if len(self._study.directions) == 1:
+            with suppress(ValueError):
+                # Storages differ in which of several equal trials is the best.
+                if (best := self._study.best_trial.number) in numbers:
+                    return {best}
+        view = study_view(self._study, lambda trials: [trial for trial in trials if trial.number in numbers])
+        front = [trial.number for trial in view.best_trials]
+        return {*front[: 1 if len(self._study.directions) == 1 else None]}
+
+
+def any_nan(values: Sequence[float]) -> bool:
+    """Return whether any value is NaN. Members with non-finite parameters or losses have NaN values."""
+    return any(math.isnan(value) for value in values)

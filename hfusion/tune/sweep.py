@@ -6,7 +6,6 @@ import math
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from hfusion.cluster.messages import DeviceInfo, Executor
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.core.loss_checks import check_loss_function
@@ -24,26 +24,29 @@ from hfusion.device.machine import Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
 from hfusion.step.compile_mode import Compile, check_compile
-from hfusion.tune.asynchronous_runner import AsynchronousSweepRunner
-from hfusion.tune.chosen_optimizer import MakeOptimizer
-from hfusion.tune.heartbeat import Heartbeat, dead_runs
 from hfusion.tune.loaders import Loaders
-from hfusion.tune.objectives import check_objectives
 from hfusion.tune.population_based_training import PBT
-from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
-from hfusion.tune.study import Draws, check_outlives, concurrent_trials, import_optuna, listening, open_study
+from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space
+from hfusion.tune.study import (
+    Draws,
+    Heartbeat,
+    check_objectives,
+    concurrent_trials,
+    dead_runs,
+    import_optuna,
+    listening,
+    open_study,
+)
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_result import Processes, SweepResult
-from hfusion.tune.sweep_runner import Extent, SweepProgress, SweepRunner
-from hfusion.tune.sweep_workers import LocalWorkers, largest
-from hfusion.tune.training_setup import SweepRecipe
+from hfusion.tune.sweep_result import SweepResult
+from hfusion.tune.sweep_runner import SweepProgress, SweepRunner
+from hfusion.tune.sweep_workers import LocalExecutor, SweepWorkers
+from hfusion.tune.trial_placement import Extent
+from hfusion.tune.trial_rows import SweepRecipe
 from hfusion.tune.trials import Callback, Trials
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
-    from hfusion.tune.cluster_workers import ClusterWorkers
-
-_RUNNERS = {kind.rounds: kind for kind in (SweepRunner, AsynchronousSweepRunner)}
 
 
 def sweep(
@@ -108,15 +111,15 @@ def sweep(
             ``sampler``, ``pruner`` and ``storage``, whose defaults are Optuna's.
         directions: the directions of several objectives, in place of ``direction``; ``metric`` returns a value for
             each. Trials are then evaluated after their last epoch only, and none is pruned, as in Optuna.
-        storage: as in optuna.create_study. By default a journal in ``directory``, or memory. With a directory it must
-            be persistent.
+        storage: as in optuna.create_study; by default memory.
         machine: where trials are trained; by default on this machine, within its memory. With several devices, each
-            gets a process if there are two trials for each, see ``result.processes``. With a Cluster, all its devices
+            gets a process if there are two trials for each. With a Cluster, all its devices
             are used. Values and decisions are the same as on one machine with the same ``rows``. With several
             processes, functions are sent to them.
-        directory: a folder in which the sweep is saved after every round, and from which the same call resumes.
-        rows: the number of trials at a time, if they fit into memory. By default as many as lower the time per trial,
-            but no more than the search learns from: all with samplers that draw without regard to earlier values
+        directory: a folder in which the sweep is saved after every round, and from which the same call resumes. The
+            study is in a journal there, so ``storage`` and an optuna.Study are excluded.
+        rows: the number of trials at a time, if they fit into memory. By default as many as the search learns from: all
+            with samplers that draw without regard to earlier values
             (random, grid, quasi-random, brute force) and no pruner that compares trials, one generation of CMA-ES and
             NSGA, and otherwise ``max(4, trials // 5)``. With ``pbt`` all.
         seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``.
@@ -136,18 +139,17 @@ def sweep(
         progress: show a bar of finished trials, as study.optimize(show_progress_bar=True) does. The logger ``hfusion``
             gets a line per round at level INFO.
         processes: the number of processes for trials whose shape occurs too rarely for an array; by default one per
-            core, but at most one for every two trials. They are forked in sweeps of more than a moment. ``loss`` and
-            ``metric`` then run in them, without side effects here. With ``processes=0`` all functions run in this
+            core, but at most one for every two trials. They are forks of this process. ``loss`` and ``metric`` then run
+            in them, without side effects here. With ``processes=0`` all functions run in this
             process, also on a machine with several devices.
         rounds: with ``"together"`` arrays wait for each other after every epoch, and trials are reported in the order
             of their numbers, so that decisions do not depend on time. With ``"asynchronous"`` each array reports when
-            it is ready: no device waits, and the pruner decides on what has been reported by then. The order is
-            recorded in ``directory``, and a resumed sweep keeps to it.
+            it is ready: no device waits, and the pruner decides on what has been reported by then.
 
     Raises:
         ImportError: Optuna is not installed.
-        ValueError: arguments exclude each other, such as several objectives with a pruner, or a directory with a study
-            in memory.
+        ValueError: arguments exclude each other, such as several objectives with a pruner, or a directory with a
+            storage.
         CheckpointError: the directory is in use, damaged, or of another sweep.
         PlanError: a trial does not fit on the device, a loader cannot be used, or a function cannot be sent to another
             process.
@@ -168,11 +170,12 @@ def sweep(
         >>> sorted(result.best_params)
         ['lr']
     """
-    _check_kinds(make_model, space, loss, metric, optimizer, scheduler, machine)
-    extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
-    _check_numbers(clip_norm, accumulate, processes)
+    _check_functions(make_model, space, loss, metric, optimizer, scheduler)
+    _check_numbers(trials, epochs, rows, accumulate, processes, clip_norm, timeout)
     _check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
-    _check_choice("rounds", rounds, _RUNNERS)
+    _check_choice("rounds", rounds, ("together", "asynchronous"))
+    if not isinstance(pbt, PBT | None):
+        raise ValueError(f"pbt={pbt!r}: give an hf.PBT, such as hf.PBT(), or None")
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
     if direction is not None and directions is not None:
@@ -181,15 +184,14 @@ def sweep(
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
     check_compile(compile)
-    machine = machine or Machine.detect()
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    machine = _machine(machine)
     directory = resume_folder("sweep") if directory is None else directory
-    if directory is not None:
-        check_outlives(study, storage, Path(directory))
     # Models are made on the CPU until it is known which processes train.
     device = torch.device("cpu")
     loaders, callbacks = Loaders(loader, seed), list(callbacks)
     every_step = scheduler_interval == "step"
-    defaults = SweepDefaults(optimizer, epochs, clip_norm, accumulate)
+    defaults = {"optimizer": optimizer, "epochs": epochs, "clip_norm": clip_norm, "accumulate": accumulate}
     maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults, device)
     with ExitStack() as stack:
         folder = None
@@ -197,48 +199,73 @@ def sweep(
             folder = SweepFolder(Path(directory))
             stack.callback(folder.close)
         root = None if folder is None else folder.root
-        opened_study, is_private = open_study(study, storage, direction, directions, sampler, pruner, root)
-        objectives = len(opened_study.directions)
-        check_objectives(objectives, metric, pruner, pbt)
-        if extent.rows is None:
-            extent = replace(extent, concurrent=partial(concurrent_trials, opened_study, trials))
-        recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
         saved = None if folder is None else folder.read()
         body = {} if saved is None else saved[0]
-        _check_same(body, extent, rounds)
+        _check_same(body, {"epochs": epochs, "seed": seed, "rounds": rounds})
+        if folder is not None and not body.get("ended", True):
+            folder.rewind(body["journal"])
+        opened_study = open_study(study, storage, direction, directions, sampler, pruner, root)
+        objectives = len(opened_study.directions)
+        check_objectives(objectives, metric, pruner, pbt)
+        # Population based training compares all trials, so all train at the same time.
+        concurrent = lambda: rows or max(1, trials)  # noqa: E731
+        if rows is None and pbt is None:
+            concurrent = partial(concurrent_trials, opened_study, trials)
+        catch = catch if isinstance(catch, tuple) else (catch,)
+        extent = Extent(trials, epochs, seed, catch, pbt, deadline, concurrent, rounds == "asynchronous")
+        recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
         stack.enter_context(listening(opened_study))
-        sweep_trials = _trials(opened_study, body, callbacks, alone=is_private)
-        heartbeat = Heartbeat(opened_study, sweep_trials.run, root)
-        saved_count = body.get("processes")
-        workers, recipe, chosen = _workers(machine, recipe, maker, extent, saved_count, processes, stack)
-        extent = replace(extent, processes=1 if chosen is None else chosen.count)
+        run = body.get("run") or uuid.uuid4().hex
+        sweep_trials = Trials(
+            opened_study, run, Draws(opened_study, body.get("base")), body.get("asked", ()), callbacks
+        )
+        sweep_trials.fail_stale_trials(dead_runs(opened_study))
+        heartbeat = None
+        if folder is None:
+            heartbeat = Heartbeat(opened_study, run)
+            stack.callback(heartbeat.end)
+        workers, recipe = _workers(machine, recipe, maker, extent, processes, stack)
         bar = SweepProgress(opened_study, trials, shown=progress)
         stack.callback(bar.close)
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        runner = _RUNNERS[rounds](sweep_trials, maker, recipe, extent, workers, folder, heartbeat, bar, log)
-        if not isinstance(workers, LocalWorkers):
-            workers.choose_device, workers.lost = runner.take_over, runner.lost
-        if saved is None:
-            runner.save()
-        else:
+        runner = SweepRunner(sweep_trials, maker, recipe, extent, workers, folder, heartbeat, bar, log)
+        workers.choose_device, workers.lost = runner.take_over, runner.lost
+        if saved is not None:
             runner.resume(*saved)
+        runner.save()
         try:
             runner.run()
         except BaseException:
             if folder is None:
                 runner.fail_unfinished()
             raise
-        heartbeat.end()
-        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.models, chosen)
+        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.models, len(workers.devices))
 
 
-def _check_numbers(clip_norm: float | None, accumulate: int, processes: int | None) -> None:
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm!r}: give a norm above 0, or None")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
-    if processes is not None and (not isinstance(processes, int) or processes < 0):
-        raise ValueError(f"processes={processes!r}: give a whole number of at least 0, or None")
+def _machine(machine: Any) -> Machine | Cluster:
+    """Return the machine or cluster, by default this machine. Raises ValueError for anything else."""
+    if machine is None or isinstance(machine, Machine):
+        return machine or Machine.detect()
+    # Imported late: whoever passes a Cluster has imported it already.
+    from hfusion.cluster.cluster import Cluster
+
+    if not isinstance(machine, Cluster):
+        raise ValueError(f"machine={machine!r}: give an hf.Machine, an hf.Cluster, or None for this machine")
+    return machine
+
+
+def _check_numbers(
+    trials: Any, epochs: Any, rows: Any, accumulate: Any, processes: Any, clip_norm: Any, timeout: Any
+) -> None:
+    counts = {"trials": (trials, 0), "epochs": (epochs, 1), "rows": (rows, 1)}
+    for name, (value, least) in {**counts, "accumulate": (accumulate, 1), "processes": (processes, 0)}.items():
+        optional = name in ("rows", "processes")
+        if not (optional and value is None) and (not isinstance(value, int) or value < least):
+            remedy = ", or None" if optional else ""
+            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}{remedy}")
+    for name, value, what in (("clip_norm", clip_norm, "a norm"), ("timeout", timeout, "seconds")):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value!r}: give {what} above 0, or None")
 
 
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -246,67 +273,26 @@ def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
         raise ValueError(f"{name}={value!r}: it is " + " or ".join(f'"{choice}"' for choice in choices))
 
 
-def _check_kinds(
-    make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, scheduler: Any, machine: Any
-) -> None:
-    """Raise ValueError for arguments of a wrong type, before any trial is started."""
+def _check_functions(make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raise ValueError for arguments that are no functions, before any trial is started."""
     if isinstance(make_model, nn.Module):
         raise ValueError("make_model is a module: give a function that makes one, as each trial needs its own")
     for name, value in (("make_model", make_model), ("space", space), ("loss", loss), ("optimizer", optimizer)):
         if not callable(value):
             raise ValueError(f"{name}={value!r}: give a function")
     check_loss_function(loss)
-    if metric is not None and not callable(metric):
-        raise ValueError(f"metric={metric!r}: give a function of outputs and targets, or None")
-    if scheduler is not None and not callable(scheduler):
-        raise ValueError(f"scheduler={scheduler!r}: give a function of an optimizer that makes a scheduler, or None")
-    if machine is None or isinstance(machine, Machine):
-        return
-    # Imported late: whoever passes a Cluster has imported it already.
-    from hfusion.cluster.cluster import Cluster
-
-    if not isinstance(machine, Cluster):
-        raise ValueError(f"machine={machine!r}: give an hf.Machine, an hf.Cluster, or None for this machine")
+    for name, value, what in (("metric", metric, "outputs and targets"), ("scheduler", scheduler, "an optimizer")):
+        if value is not None and not callable(value):
+            raise ValueError(f"{name}={value!r}: give a function of {what}, or None")
 
 
-def _extent(
-    trials: int,
-    epochs: int,
-    rows: int | None,
-    seed: int,
-    timeout: float | None,
-    catch: type[BaseException] | tuple[type[BaseException], ...],
-    pbt: PBT | None,
-) -> Extent:
-    """Return the size and limits of the sweep. Raises ValueError for invalid numbers."""
-    for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
-    if not isinstance(pbt, PBT | None):
-        raise ValueError(f"pbt={pbt!r}: give an hf.PBT, such as hf.PBT(), or None")
-    if pbt is not None and rows is None:
-        # Population based training compares all trials, so all train at the same time.
-        rows = max(1, trials)
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: give seconds above 0, or None")
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    catch = catch if isinstance(catch, tuple) else (catch,)
-    return Extent(trials, epochs, rows, seed, catch, pbt, deadline, lambda: rows or trials)
-
-
-def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], *, alone: bool) -> Trials:
-    """Return the trials of the saved sweep, or of a new one; mark trials abandoned by crashed sweeps as failed."""
-    trials = Trials(
-        study,
-        body.get("run") or uuid.uuid4().hex,
-        Draws(study, body.get("base")),
-        asked_numbers=body.get("asked", ()),
-        attributes={number: names for array in body.get("arrays", ()) for number, _, _, names, *_ in array["seats"]},
-        alone=alone,
-        callbacks=callbacks,
-    )
-    trials.fail_stale_trials(dead_runs(study))
-    return trials
+def _check_same(body: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the saved sweep had other arguments, so that values would differ."""
+    for name, value in given.items():
+        if (saved := body.get(name, value)) != value:
+            raise CheckpointError(
+                f"{name} was {saved} when the sweep was saved, and is {value}: give what it was, or a new directory"
+            )
 
 
 def _workers(
@@ -314,65 +300,31 @@ def _workers(
     recipe: SweepRecipe,
     maker: Maker,
     extent: Extent,
-    saved_count: int | None,
     processes: int | None,
     stack: ExitStack,
-) -> tuple[LocalWorkers | ClusterWorkers, SweepRecipe, Processes | None]:
-    """Return the workers, closed by ``stack``, their recipe, and the `Processes` of a machine with several devices.
+) -> tuple[SweepWorkers, SweepRecipe]:
+    """Return the workers, closed by ``stack``, and their recipe.
 
-    If this process trains, ``maker`` makes models on its device from now on.
-
-    Args:
-        saved_count: the number of processes of the sweep that is resumed, if there is one.
-        processes: see `hfusion.sweep`.
+    If this process trains, ``maker`` makes models on its device from now on. On a machine with several devices, each
+    has a process if there are two trials for it. With population based training the trials of a shape are on one.
     """
-    chosen = None
-    if not isinstance(machine, Machine):
+    failures = 3
+    if isinstance(machine, Machine):
+        count = len(machine.devices)
+        if count == 1 or processes in (0, 1) or extent.pbt is not None or extent.trials < 2 * count:
+            largest = max(machine.devices, key=lambda device: device.memory)
+            info = DeviceInfo(largest.name, largest.physical, largest.memory, machine.calibrate()[largest.name])
+            recipe = replace(recipe, device=largest.physical)
+            maker.models = replace(maker.models, device=largest.physical)
+            forks = min(cores(), extent.trials // 2) if processes is None else processes
+            local = LocalExecutor(info, recipe, maker.models, forks)
+            stack.callback(local.close)
+            return SweepWorkers(local, recipe, maker.models), recipe
         # Imported late: a sweep in one process does not need clusters.
-        from hfusion.tune.cluster_workers import ClusterWorkers
+        from hfusion.cluster.process_executor import ProcessExecutor
 
-        executor = machine._open()
-        stack.callback(executor.close)
-        return ClusterWorkers(executor, recipe, maker.models, machine._max_failures), recipe, None
-    if len(machine.devices) > 1:
-        chosen = _processes_of_devices(len(machine.devices), extent, saved_count, processes)
-        if chosen.count > 1:
-            from hfusion.cluster.process_executor import ProcessExecutor
-            from hfusion.tune.cluster_workers import ClusterWorkers
-
-            try:
-                several = ProcessExecutor(machine)
-                stack.callback(several.close)
-                return ClusterWorkers(several, recipe, maker.models), recipe, chosen
-            except Exception as error:
-                trouble = f"processes could not begin: {type(error).__name__}: {error}"
-                warnings.warn(f"hf.sweep goes on in one process, as {trouble}", stacklevel=3)
-                chosen = Processes(1, trouble)
-    device = largest(machine).physical
-    recipe, maker.models = replace(recipe, device=device), replace(maker.models, device=device)
-    local = LocalWorkers(machine, recipe, min(cores(), extent.trials // 2) if processes is None else processes)
-    stack.callback(local.close)
-    return local, recipe, chosen
-
-
-def _processes_of_devices(count: int, extent: Extent, saved_count: int | None, processes: int | None) -> Processes:
-    """Return how many processes train a sweep on a machine with ``count`` devices, and why: one, or one for each."""
-    if extent.pbt is not None:
-        return Processes(1, "pbt compares the trials of a shape, which are on one device")
-    if saved_count in (1, count):
-        return Processes(saved_count, "as the sweep that goes on began")
-    if processes is not None and processes < 2:
-        return Processes(1, f"processes={processes}")
-    if extent.trials < 2 * count:
-        return Processes(1, f"{extent.trials} trials are fewer than two for each of {count} devices")
-    return Processes(count, f"{extent.trials} trials are at least two for each device")
-
-
-def _check_same(body: Any, extent: Extent, rounds: str) -> None:
-    """Raise CheckpointError if the saved sweep has other ``epochs``, ``seed`` or ``rounds``, so values would differ."""
-    for name, value in (("epochs", extent.epochs), ("seed", extent.seed), ("rounds", rounds)):
-        saved = body.get(name, "together" if body and name == "rounds" else value)
-        if saved != value:
-            raise CheckpointError(
-                f"{name} was {saved} when the sweep was saved, and is {value}: give what it was, or a new directory"
-            )
+        executor: Executor = ProcessExecutor(machine)
+    else:
+        executor, failures = machine._open(), machine._max_failures
+    stack.callback(executor.close)
+    return SweepWorkers(executor, recipe, maker.models, failures), recipe

@@ -23,8 +23,8 @@ except ImportError:  # not on Windows
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 
-VERSION = 2
-_LOCK, STATE, ARRAYS = "lock", "state", "arrays"
+VERSION = 3
+_LOCK, STATE, ARRAYS, JOURNAL = "lock", "state", "arrays", "study.journal"
 # How many states, and saves of an array named by them, are kept.
 KEEP = 2
 
@@ -55,6 +55,17 @@ class SweepFolder:
         """Release the lock."""
         _open.discard(self)
         self._lock.close()
+
+    @property
+    def journal_size(self) -> int:
+        """The bytes of the journal of the study; 0 if there is none."""
+        path = self.root / JOURNAL
+        return path.stat().st_size if path.exists() else 0
+
+    def rewind(self, size: int) -> None:
+        """Cut the journal of the study to its size at the last save. What a killed sweep wrote later is done again."""
+        if self.journal_size > size:
+            os.truncate(self.root / JOURNAL, size)
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return the last saved state. Raises CheckpointError if it is damaged or of another version."""

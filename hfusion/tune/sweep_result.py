@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 _BEST, _WIDTH = 10, 100
 
 
-@dataclass(frozen=True)
-class Processes:
-    """The number of processes that train a sweep, 1 or one per device, and the reason."""
-
-    count: int
-    reason: str
-
-    def __str__(self) -> str:
-        head = "one process for all devices" if self.count == 1 else f"{self.count} processes, one for each device"
-        return f"{head}: {self.reason}"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class SweepResult:
     """The study of a sweep, and the models of its best completed trials. ``print`` shows the best trials.
@@ -44,8 +32,8 @@ class SweepResult:
     With population based training, ``params`` of a trial are those it was trained with last. What it suggested first is
     in its user attribute ``hfusion:suggested`` and in the ``study``.
 
-    ``numbers``: the numbers of the trials that this sweep started. ``processes``: how many processes trained them on a
-    machine with several devices, and why; else None.
+    ``numbers``: the numbers of the trials that this sweep started. ``processes``: how many processes trained its
+    arrays, 1 or one for each device of the machine or cluster.
 
     Example:
         >>> import torch, hfusion as hf
@@ -65,7 +53,7 @@ class SweepResult:
     study: Study
     numbers: tuple[int, ...]
     _best: dict[int, nn.Module]
-    processes: Processes | None = None
+    processes: int = 1
 
     @property
     def trials(self) -> list[FrozenTrial]:

@@ -1,138 +1,439 @@
-"""Workers that hold the rows of a sweep's arrays: this process, or processes of a cluster."""
+"""The workers of a sweep: this process and its forks, or the processes of a cluster, each with arrays of its own.
+
+Calls of an array are the names of methods of its `TrialRows`, and their arguments. In a cluster, the calls of each
+array since its last save, or since its start, are kept. A process that takes over an array of a lost process gets all
+of them. It reaches the same state, since models, seeds and minibatches are the same.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+import logging
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.cluster.messages import DeviceInfo
-from hfusion.device.machine import Machine
-from hfusion.tune.parallel_trials import ParallelTrials, TrialPool
-from hfusion.tune.space import ArrayChoices, TrialModel
-from hfusion.tune.training_setup import SweepRecipe
+from hfusion.capture.registered_tensors import tensors
+from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, Raised
+from hfusion.device.forked_worker import ForkedWorker, why_no_fork
+from hfusion.device.openmp import torch_threads
+from hfusion.tune.space import ModelMaker, TrialModel
+from hfusion.tune.trial_rows import PlainTrial, SweepRecipe, TrialRows
 
 if TYPE_CHECKING:
-    from hfusion.tune.trial_rows import TrialRows
+    from hfusion.cluster.node import ArrayTrainer
+
+_log = logging.getLogger(__name__)
 
 # The name of a method of `TrialRows`, and its arguments.
 RowsCall: TypeAlias = tuple[str, tuple[Any, ...]]
 
+# The name of the recipe and the maker in errors.
+_PARCEL = "what the sweep trains with"
+_REMEDY = (
+    "Call hf.sweep with fewer rows, or with processes=0. With a directory the same call goes on where the sweep was."
+)
+# Seconds of a wait for messages of a cluster, after which devices that are lost are noticed.
+_GLANCE = 0.1
 
-class SweepWorkers(Protocol):
-    """Interface of workers, which hold the `TrialRows` of each array by its name, and call their methods."""
+
+# What workers do.
+
+
+@dataclass
+class _TrialHost:
+    """The arrays of a worker by name, with what trains them.
+
+    ``threads``: the number of threads of plain trials; None: those that torch has.
+    """
+
+    recipe: SweepRecipe
+    maker: ModelMaker
+    stopping: Callable[[], bool]
+    threads: int | None = None
+    rows: dict[str, TrialRows] = field(default_factory=dict)
+
+    def call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of an array. ``join`` and ``restore`` create it, and get members as data."""
+        if method in ("join", "restore"):
+            *others, plain, packed = args
+            members = [self._member(*data) for data in (pickle.loads(packed) if isinstance(packed, bytes) else packed)]
+            if name not in self.rows:
+                kind: type[TrialRows] = PlainTrial
+                if not plain:
+                    # Imported late: it imports the compiler, which a sweep of plain trials does not need.
+                    from hfusion.tune.array_rows import ArrayRows as kind
+                self.rows[name] = kind(self.recipe, members[0].suggestion.choices, self.stopping)
+            args = *others, members
+        rows = self.rows[name]
+        with torch_threads(self.threads if self.threads and isinstance(rows, PlainTrial) else torch.get_num_threads()):
+            return getattr(rows, method)(*args)
+
+    def _member(self, number: int, suggestion: Any, model: nn.Module | None) -> TrialModel:
+        member = TrialModel(number, suggestion, self.maker)
+        if model is not None:
+            # It is not made again.
+            vars(member)["model"] = model
+        return member
+
+
+@dataclass(frozen=True)
+class RowsJob:
+    """The next job of a worker. It returns the result of the last call of each array.
+
+    Attributes:
+        recipe_ref: the reference by which a process of a cluster gets the recipe and the maker.
+        calls: the calls of each array; pickled for a cluster.
+        dropped: the names of arrays that have ended.
+        collect: whether to collect garbage first.
+    """
+
+    recipe_ref: Any
+    calls: dict[str, tuple[RowsCall | bytes, ...]]
+    dropped: tuple[str, ...]
+    collect: bool
+
+    def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
+        """Run in a process of a cluster. Models are returned as tensors: their class may be importable here alone."""
+        from hfusion.cluster.serialization import unpack
+
+        if "host" not in trainer.call_state:
+            recipe, maker = unpack(part(self.recipe_ref))
+            device = trainer.device.physical
+            host = _TrialHost(replace(recipe, device=device), replace(maker, device=device), trainer.stopping.is_set)
+            trainer.call_state["host"] = host
+        return {name: _as_tensors(result) for name, result in self.answers(trainer.call_state["host"], unpack)}
+
+    def answers(self, host: _TrialHost, unpack: Callable[[Any], RowsCall] = lambda call: call) -> list[tuple[str, Any]]:
+        """Return the name of each array, and the result of its last call."""
+        for name in self.dropped:
+            host.rows.pop(name, None)
+        if self.collect:
+            gc.collect()
+        results = []
+        for name, calls in self.calls.items():
+            answers = [host.call(name, *unpack(call)) for call in calls]
+            results.append((name, answers[-1]))
+        return results
+
+
+def _as_tensors(result: Any) -> Any:
+    return {name: tensor.detach() for name, tensor in tensors(result)} if isinstance(result, nn.Module) else result
+
+
+class LocalExecutor:
+    """This process, which trains arrays, and its forks, which train plain trials with one thread each.
+
+    A trial that shares a tensor with another, or that cannot be pickled, stays in this process. All do if it cannot be
+    forked.
+
+    Args:
+        processes: the number of forks; fewer than two: none.
+
+    Attributes:
+        side_by_side: the number of plain trials that are trained at the same time, if there are enough.
+    """
+
+    def __init__(self, info: DeviceInfo, recipe: SweepRecipe, maker: ModelMaker, processes: int) -> None:
+        self.devices, self.side_by_side = [info], max(1, processes)
+        if processes > 1 and (why := why_no_fork(recipe.device)):
+            _log.info("plain trials are trained one after another in this process: %s", why)
+            self.side_by_side = 1
+        # Whether a trial stays here must not change the threads, which affect rounding.
+        self._host = _TrialHost(recipe, maker, lambda: False, 1 if self.side_by_side > 1 else None)
+        self._forks: list[ForkedWorker] = []
+        self._computing: dict[ForkedWorker, int] = {}
+        self._job: RowsJob | None = None
+        self._seen: Any = WeakIdKeyDictionary()
+
+    def parcel(self, member: TrialModel) -> bytes | None:
+        """Return a plain trial as bytes for a fork; None if it stays here."""
+        if self.side_by_side < 2:
+            return None
+        held = [tensor for _, tensor in tensors(member.model)]
+        shared = any(tensor in self._seen for tensor in held)
+        self._seen.update(dict.fromkeys(held, True))
+        try:
+            return None if shared else _packed([(member.number, member.suggestion, member.model)])
+        except Exception as error:
+            _log.info("%s stays in this process, as pickle fails: %s: %s", member.tag, type(error).__name__, error)
+            return None
+
+    def forks(self) -> range:
+        """Return the indices of the forks, after starting them."""
+        for number in range(len(self._forks), self.side_by_side):
+            name, serve = f"process {number} of the sweep's trials", partial(_serve, self._host)
+            self._forks.append(ForkedWorker(name, serve, self._forks, _REMEDY))
+        return range(1, 1 + len(self._forks))
+
+    def start_job(self, worker: int, job: RowsJob) -> None:
+        """Start a job of a fork. The job of worker 0, which is this process, runs in `wait`."""
+        if worker:
+            fork = self._forks[worker - 1]
+            fork.call(job)
+            self._computing[fork] = worker
+        else:
+            self._job = job
+
+    def wait(self, seconds: float) -> list[tuple[int, Answered]]:
+        """Return the result of a job with its worker. Raises the error that it raised."""
+        if self._job is not None:
+            job, self._job = self._job, None
+            return [(0, Answered(dict(job.answers(self._host))))]
+        ready: list[Any] = connection.wait([*self._computing])  # type: ignore[list-item]
+        return [(self._computing.pop(fork), Answered(fork.poll())) for fork in ready]
+
+    def close(self) -> None:
+        """End the forks, and free the trials."""
+        for fork in self._forks:
+            fork.close()
+        self._forks = []
+        self._host.rows.clear()
+
+
+def _serve(host: _TrialHost, is_orphan: Callable[[], bool]) -> Callable[[RowsJob], Any]:
+    """Return the function that answers requests in a fork."""
+    own = replace(host, stopping=is_orphan, threads=None, rows={})
+    return lambda job: {name: _as_tensors(result) for name, result in job.answers(own)}
+
+
+def _packed(value: Any) -> bytes:
+    """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        try:
+            import cloudpickle
+        except ImportError:
+            cloudpickle = None
+        if cloudpickle is None:
+            raise
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+# What the driver asks of them.
+
+
+@dataclass
+class _SentCalls:
+    """The calls of an array in a worker.
+
+    Attributes:
+        cost: the estimated seconds of its epochs.
+        parcel: its plain trial as bytes, if that is in a fork.
+        done: how many of the calls the worker has completed.
+        lost: how often the worker was lost.
+    """
+
+    worker: int
+    plain: bool
+    cost: float
+    parcel: bytes | None
+    calls: list[RowsCall | bytes] = field(default_factory=list)
+    done: int = 0
+    lost: int = 0
+
+
+class SweepWorkers:
+    """Workers that hold the `TrialRows` of each array by its name, and call their methods.
+
+    Args:
+        max_failures: how many times the process of an array may be lost.
+
+    Attributes:
+        choose_device: returns a new device for an array whose device is lost. Set by the owner.
+        lost: called with the name of each array whose process was lost, and the reason. Set by the owner.
+    """
+
+    def __init__(
+        self, executor: Executor | LocalExecutor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int = 3
+    ) -> None:
+        self._executor: Any = executor
+        self._maker, self._max_failures = maker, max_failures
+        self._local = isinstance(executor, LocalExecutor)
+        self._recipe_ref = None
+        if not isinstance(executor, LocalExecutor):
+            self._recipe_ref = executor.put(self._pack(_PARCEL, (recipe, maker)))
+        self._sent: dict[str, _SentCalls] = {}
+        self._dropped: dict[int, list[str]] = {}
+        self._collect: set[int] = set()
+        self.lost_devices: set[int] = set()
+        # For each busy worker: its arrays, and how many calls of each will be done when it answers.
+        self._running: dict[int, dict[str, int]] = {}
+        self._results: dict[str, Any] = {}
+        self._started: dict[str, None] = {}
+        self.choose_device: Callable[[str], int] = lambda name: 0
+        self.lost: Callable[[str, str], None] = lambda name, reason: None
+
+    def _pack(self, what: str, value: Any) -> bytes:
+        from hfusion.cluster.serialization import pack
+
+        return pack(what, value, {})
 
     @property
-    def devices(self) -> Sequence[DeviceInfo]: ...
-
-    @property
-    def lost_devices(self) -> Collection[int]:
-        """Indices of lost devices."""
-
-    @property
-    def busy(self) -> Collection[int]:
-        """Indices of devices that are training."""
+    def devices(self) -> Sequence[DeviceInfo]:
+        devices: Sequence[DeviceInfo] = self._executor.devices
+        return devices
 
     @property
     def side_by_side(self) -> int:
         """Number of plain trials that a device trains at the same time."""
+        return self._executor.side_by_side if self._local else 1
 
-    def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
-        """Create an empty array, or a holder of plain trials, on a device for trials with these choices."""
+    @property
+    def busy(self) -> Collection[int]:
+        """Indices of devices that are training. This process only trains while it waits."""
+        return () if self._local else self._running
+
+    def idle_worker(self, name: str) -> int | None:
+        """Return the worker of an array; None if it computes, or its result was not fetched."""
+        worker = self._sent[name].worker
+        is_busy = worker in self._running or any(self._sent[other].worker == worker for other in self._started)
+        return None if is_busy else worker
+
+    def open(self, name: str, device: int, plain: TrialModel | None = None, cost: float = 0.0) -> None:
+        """Choose the worker of an array on a device. ``plain``: its only trial, if that is trained in plain torch."""
+        worker, parcel = device, None
+        if plain is not None and self._local and (parcel := self._executor.parcel(plain)) is not None:
+            loads = dict.fromkeys(self._executor.forks(), 0.0)
+            for sent in self._sent.values():
+                if sent.worker in loads:
+                    loads[sent.worker] += sent.cost
+            worker = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
+        self._sent[name] = _SentCalls(worker, plain is not None, cost, parcel)
+
+    def join(self, name: str, new: Sequence[TrialModel]) -> None:
+        """Let trials join an array."""
+        self.send(name, "join", *self._members(name, new))
+
+    def restore(self, name: str, saved: Path, members: Sequence[TrialModel]) -> Any:
+        """Restore an array from a save; see `TrialRows.restore`."""
+        return self.ask({name: ("restore", (saved, *self._members(name, members)))})[name]
+
+    def _members(self, name: str, members: Sequence[TrialModel]) -> tuple[bool, Any]:
+        """Return whether an array is a plain trial, and its members as data. A cluster makes their models again."""
+        sent = self._sent[name]
+        models = [member.model if self._local else None for member in members]
+        data = [(member.number, member.suggestion, model) for member, model in zip(members, models, strict=True)]
+        return sent.plain, sent.parcel or data
 
     def send(self, name: str, method: str, *args: Any) -> None:
-        """Call a method without a result. The call may be deferred until the next one whose result is needed."""
+        """Call a method without a result. The call is deferred until the next one whose result is needed."""
+        call = method, args
+        self._sent[name].calls.append(call if self._local else self._pack(f"what is told to {method}", call))
 
     def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
         """Call a method of each array, and return the results by array name."""
+        for name, (method, args) in calls.items():
+            self.send(name, method, *args)
+        while missing := [name for name in calls if name not in self._results]:
+            self._start_idle(missing)
+            self._listen()
+        return {name: self._results.pop(name) for name in calls}
 
     def start(self, calls: Mapping[str, RowsCall]) -> None:
         """Start a method call of each array. `first` returns the results."""
+        for name, (method, args) in calls.items():
+            self.send(name, method, *args)
+            self._started[name] = None
 
     def first(self) -> tuple[str, Any]:
         """Wait for the first result of a started call. Return the name of its array and the result."""
+        while (name := next((name for name in self._started if name in self._results), None)) is None:
+            self._start_idle(list(self._started))
+            self._listen()
+        del self._started[name]
+        return name, self._results.pop(name)
 
+    def _start_idle(self, names: Sequence[str]) -> None:
+        """Start the pending calls of arrays whose workers are idle."""
+        idle: dict[int, list[str]] = {}
+        for name in names:
+            if (worker := self._sent[name].worker) not in self._running and name not in self._results:
+                idle.setdefault(worker, []).append(name)
+        for worker, waiting in idle.items():
+            calls = {name: tuple(self._sent[name].calls[self._sent[name].done :]) for name in waiting}
+            self._running[worker] = {name: len(self._sent[name].calls) for name in waiting}
+            dropped, collect = tuple(self._dropped.pop(worker, ())), worker in self._collect
+            self._collect.discard(worker)
+            self._executor.start_job(worker, RowsJob(self._recipe_ref, calls, dropped, collect))
+
+    def _listen(self) -> None:
+        """Wait for messages of workers: store results, raise errors of calls, and restart arrays of lost devices."""
+        for worker, message in self._executor.wait(_GLANCE):
+            if isinstance(message, Answered):
+                for name, count in self._running.pop(worker).items():
+                    self._sent[name].done = count
+                    if self._local:
+                        # No call is repeated.
+                        self._sent[name].calls, self._sent[name].done = [], 0
+                self._results |= message.value
+            elif isinstance(message, Raised):
+                raise message.error
+            elif isinstance(message, Lost):
+                self._lose(worker, self._running.pop(worker, {}), message.reason)
+
+    def _lose(self, device: int, running: Collection[str], reason: str) -> None:
+        """Schedule all calls of a lost device's arrays again, there or on other devices."""
+        if not self._executor.revive(device):
+            self.lost_devices.add(device)
+            self._wait_for_device(reason)
+        self._dropped.pop(device, None)
+        for name, sent in self._sent.items():
+            if sent.worker != device:
+                continue
+            sent.done, sent.lost = 0, sent.lost + (name in running)
+            self.lost(name, reason)
+            if sent.lost > self._max_failures:
+                raise DeviceLost(f"the device of {name} was lost {sent.lost} times: {reason}")
+            if device in self.lost_devices:
+                sent.worker = self.choose_device(name)
+
+    def _wait_for_device(self, reason: str) -> None:
+        """Wait until a device joins, if all are lost."""
+        executor, end = self._executor, time.monotonic() + self._executor.timeout
+        if len(self.lost_devices) == len(self.devices):
+            _log.warning("the trials wait for a device; lost was the last one: %s", reason)
+        while len(self.lost_devices) == len(self.devices) and (executor.starting or time.monotonic() < end):
+            # All devices are lost: messages that still arrive are dropped.
+            executor.wait(_GLANCE)
+
+    @torch.no_grad()
     def leave(self, name: str, member: TrialModel) -> nn.Module:
         """Free the row of a member, and return its model on the CPU."""
+        found = self.ask({name: ("leave", (member.tag,))})[name]
+        if isinstance(found, nn.Module):
+            return found
+        model = self._maker.model(member.number, member.suggestion).cpu()
+        for key, tensor in tensors(model):
+            tensor.copy_(found[key])
+        return model
 
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
         """Save each array into its folder, and return the paths of the saves. ``members``: of each array."""
+        paths: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
+        for name, path in paths.items() if not self._local else ():
+            sent = self._sent[name]
+            # A process may have been lost after its save, while other arrays were saved.
+            is_done, sent.calls = sent.done == len(sent.calls), []
+            self.send(name, "restore", path, *self._members(name, members[name]))
+            sent.done = len(sent.calls) if is_done else 0
+        return paths
 
-    def drop(self, name: str, *, collect: bool) -> None:
-        """Remove an array without trials. ``collect``: collect garbage, to free its memory now."""
+    def drop(self, name: str) -> None:
+        """Remove an array without trials."""
+        self._dropped.setdefault(self._sent.pop(name).worker, []).append(name)
 
-
-class LocalWorkers:
-    """Trains arrays in this process on the machine's largest device; plain trials in ``processes``, see `TrialPool`."""
-
-    def __init__(self, machine: Machine, recipe: SweepRecipe, processes: int = 0) -> None:
-        device = largest(machine)
-        rates = machine.calibrate()[device.name]
-        self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates)]
-        self.lost_devices: Collection[int] = ()
-        self.busy: Collection[int] = ()
-        self._started: dict[str, RowsCall] = {}
-        self._results: dict[str, Any] = {}
-        self._recipe = recipe
-        self._rows: dict[str, TrialRows | ParallelTrials] = {}
-        self._pool = TrialPool(recipe, processes)
-
-    @property
-    def side_by_side(self) -> int:
-        return self._pool.side_by_side
-
-    def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
-        if plain:
-            self._rows[name] = self._pool.open(name, choices)
-        else:
-            # Imported late: it imports the compiler, which a sweep of plain trials does not need.
-            from hfusion.tune.trial_rows import TrialRows
-
-            self._rows[name] = TrialRows(self._recipe, choices, lambda: False)
-
-    def send(self, name: str, method: str, *args: Any) -> None:
-        getattr(self._rows[name], method)(*args)
-
-    def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
-        plain = {
-            name: args
-            for name, (method, args) in calls.items()
-            if method == "epoch" and isinstance(self._rows[name], ParallelTrials)
-        }
-        self._pool.start(plain)
-        others = {name: call for name, call in calls.items() if name not in plain}
-        results = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
-        return results | self._pool.finish(plain)
-
-    def start(self, calls: Mapping[str, RowsCall]) -> None:
-        self._started |= calls
-
-    def first(self) -> tuple[str, Any]:
-        if not self._results:
-            self._results, self._started = self.ask(self._started), {}
-        name = next(iter(self._results))
-        return name, self._results.pop(name)
-
-    def leave(self, name: str, member: TrialModel) -> nn.Module:
-        return self._rows[name].leave(member.tag)
-
-    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
-        return {name: self._rows[name].save(folder) for name, folder in folders.items()}
-
-    def drop(self, name: str, *, collect: bool) -> None:
-        del self._rows[name]
-        self._pool.drop(name)
-        if collect:
-            gc.collect()
-
-    def close(self) -> None:
-        """End the processes of plain trials."""
-        self._pool.close()
-
-
-def largest(machine: Machine) -> Any:
-    """Return the device with the most memory."""
-    return max(machine.devices, key=lambda device: device.memory)
+    def collect(self, device: int) -> None:
+        """Let a device collect garbage before its next job, to free its memory."""
+        self._collect.add(device)

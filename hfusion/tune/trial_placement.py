@@ -1,38 +1,252 @@
-"""Placement of trials on devices, by the estimated seconds and bytes of their arrays."""
+"""Which trials share an array, where they are trained, and what they are estimated to take."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.capture.compare_models import check_pair
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.messages import DeviceLost
-from hfusion.core.errors import PlanError
-from hfusion.tune.footprint import fits
-from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
-from hfusion.tune.space import TrialModel
+from hfusion.cluster.messages import DeviceInfo, DeviceLost
+from hfusion.core.calls import call_arguments
+from hfusion.core.errors import FusionError, PlanError
+from hfusion.core.memory import tensors_in
+from hfusion.core.row_indices import Widths
+from hfusion.device.generators import draws_kept
+from hfusion.torch_private.unimported_dynamo import sparing_dynamo
+from hfusion.tune.loaders import first_inputs, minibatches
+from hfusion.tune.population_based_training import PBT
+from hfusion.tune.space import Suggestion, TrialModel, sample_optimizer
 from hfusion.tune.sweep_workers import SweepWorkers
-from hfusion.tune.training_setup import EpochResult
+from hfusion.tune.trial_rows import SweepRecipe
+
+# Time of forward and backward, in units of forward.
+_PASSES = 3
+# Actions of a step: forward, backward and update. In addition to its operators, `Population.step` takes 0.31 ms, the
+# time of three actions, where a call of an operator takes 2 us.
+_ACTIONS = 3
+# Copies of an array's state that are alive while a save on the host is written: a clone, and its packed bytes.
+_SAVING = 2
+# Temporaries of a parameter's size during its eager update: the maximum in hf.optim, of SGD with momentum and RAdam, as
+# counted on the simulated device of the tests. Kernels need none.
+_UPDATING = 4
+# Models of a shape that are alive without a row: one to compare others with, one that waits, and one for estimates.
+_ASIDE = 3
+# Memory of a capture and of the check of an array's first step, in units of the memory of a step of one row: it was at
+# most 1.6 for MLPs, a CNN and a PointNet, counted in the same way.
+_CAPTURING = 2
+# Seconds until an array is captured and checked, of any model and per operator of its forward, and the time of its
+# steps over that of a plain trial, beyond the estimates of both. Assumed, not fitted to measurements.
+_STARTUP, _STARTUP_PER_OPERATOR, _SLOWER = 2.2, 0.02, 1.9
 
 
-class TrialPlacement:
-    """The arrays of a sweep on its devices, at most one of a shape on each.
+@dataclass(frozen=True)
+class Extent:
+    """The size and limits of a sweep.
+
+    Attributes:
+        concurrent: returns the maximum number of concurrent trials.
+        catch: exceptions that fail their trial only.
+        deadline: the time, by time.monotonic, after which no more trials start.
+        asynchronous: whether each array reports when it is ready.
+    """
+
+    trials: int
+    epochs: int
+    seed: int
+    catch: tuple[type[BaseException], ...]
+    pbt: PBT | None
+    deadline: float
+    concurrent: Callable[[], int]
+    asynchronous: bool
+
+    @property
+    def rounds(self) -> str:
+        return "asynchronous" if self.asynchronous else "together"
+
+
+@dataclass
+class TrialSlot:
+    """A trial in an array.
+
+    Attributes:
+        began: the round of the sweep in which it started.
+        epochs: the number of epochs that it has trained.
+        params: None, or its parameters after it became a copy of another trial.
+        origin: the trial whose distributions ``params`` belong to.
+    """
+
+    number: int
+    suggestion: Suggestion
+    began: int
+    epochs: int = 0
+    params: dict[str, Any] | None = None
+    origin: int | None = None
+
+    @property
+    def tag(self) -> str:
+        return f"trial {self.number}"
+
+    @property
+    def is_last(self) -> bool:
+        """True if the next epoch is its last one."""
+        return self.epochs + 1 == self.suggestion.epochs
+
+
+class Shape:
+    """Trials that can share an array: models of one structure, with equal array choices.
 
     Args:
-        trials: the maximum number of trials in an array.
-        concurrent: returns the maximum number of concurrent trials on all devices.
-        fixed: train that many at a time, even if fewer would take less time per trial.
-        together: keep all trials of a shape in one array.
+        first: the first trial of the shape, with which others are compared.
+        look: returns the footprint of the shape on a device.
+        minibatches: minibatches per epoch; 1 if the loader has no length.
+        is_array: its trials must be an array.
     """
 
     def __init__(
-        self, workers: SweepWorkers, trials: int, concurrent: Callable[[], int], *, fixed: bool, together: bool
+        self, first: TrialModel, look: Callable[[DeviceInfo], Footprint], minibatches: int, *, is_array: bool
     ) -> None:
+        self.first, self._look, self.minibatches, self.is_array = first, look, minibatches, is_array
+        self._shared = 0
+        self._footprints: dict[Any, Footprint] = {}
+
+    def takes(self, candidate: TrialModel) -> bool:
+        """Return whether a trial can share an array with the trials of this shape."""
+        if not candidate.suggestion.choices.matches(self.first.suggestion.choices):
+            return False
+        try:
+            check_pair(self.first.model, 0, candidate.model)
+        except FusionError:
+            return False
+        held = {id(tensor) for _, tensor in tensors(self.first.model)}
+        self._shared = sum({id(t): t.nbytes for _, t in tensors(candidate.model) if id(t) in held}.values())
+        # An array has the tensors that its members share once.
+        self.is_array = self.is_array or self._shared > 0
+        for footprint in self._footprints.values():
+            footprint.shared = self._shared
+        return True
+
+    def footprint(self, device: DeviceInfo) -> Footprint:
+        """Return the cached footprint on a device of this kind."""
+        kind = device.physical, device.rates
+        if kind not in self._footprints:
+            self._footprints[kind] = self._look(device)
+            self._footprints[kind].shared = self._shared
+        return self._footprints[kind]
+
+
+class ShapeArray:
+    """Trials of a shape on the device with index ``device``: an array, or one trial in plain torch.
+
+    Trials in ``joining`` wait for a row.
+    """
+
+    def __init__(self, name: str, shape: Shape, device: int, *, plain: bool = False) -> None:
+        self.name, self.shape, self.device, self.plain = name, shape, device, plain
+        self.slots: dict[str, TrialSlot] = {}
+        self.joining: list[TrialModel] = []
+        self.widths: Widths | None = None
+        # The number of rows, free ones too.
+        self.width = 0
+        # True from the start of an epoch until its result is reported.
+        self.training = False
+        # Path of its last save, relative to the sweep's folder; empty if it has changed since.
+        self.save = ""
+
+    @property
+    def round(self) -> int | None:
+        """The round that it trains next, counted as `TrialSlot.began`; None without trials."""
+        return next((slot.began + slot.epochs for slot in self.slots.values()), None)
+
+    @property
+    def trial_count(self) -> int:
+        """Number of trials that have a row or wait for one."""
+        return len(self.slots) + len(self.joining)
+
+    @property
+    def any_ends(self) -> bool:
+        """True if the next epoch is the last one of a trial."""
+        return any(slot.is_last for slot in self.slots.values())
+
+    def least(self, more: int = 0) -> int:
+        """Return the number of rows with ``more`` members, after free rows are released."""
+        members = self.trial_count + more
+        return members if self.widths is None or not members else self.widths.of(members)
+
+    def rows(self, more: int = 0) -> int:
+        """Return the number of rows with ``more`` members."""
+        return max(self.width, self.least(more))
+
+    def assign_slots(self, round_: int) -> Sequence[TrialModel]:
+        """Give rows to waiting trials, and return them. Their first round is the array's next one, else ``round_``."""
+        self.width, self.save = self.rows(), ""
+        began = round_ if self.round is None else self.round
+        new, self.joining = self.joining, []
+        self.widths = self.widths or Widths(len(new))
+        self.slots |= {member.tag: TrialSlot(member.number, member.suggestion, began) for member in new}
+        return new
+
+
+class TrialPlacement:
+    """The arrays of a sweep on its devices, at most one of a shape on each, and its plain trials.
+
+    Args:
+        saved: trials are saved, with copies on the host.
+    """
+
+    def __init__(self, workers: SweepWorkers, recipe: SweepRecipe, extent: Extent, *, saved: bool) -> None:
         self.arrays: list[ShapeArray] = []
         self.opened = 0
-        self._workers, self._trials, self._concurrent = workers, trials, concurrent
-        self._fixed, self._together = fixed, together
+        self._workers, self._recipe, self._concurrent = workers, recipe, extent.concurrent
+        # How many trials use an array one after another.
+        self._waves = max(1.0, extent.trials / extent.concurrent())
+        # Population based training compares and copies trials, so all of a shape must be in one array.
+        self._saved, self._together = saved, extent.pbt is not None
+        # The inputs of the first minibatch of each loader, and the seconds to read one, by id.
+        self._inputs: dict[int, tuple[Any, float]] = {}
+
+    def shape(self, candidate: TrialModel) -> Shape:
+        """Return the shape of an array that the trial can share, or a new shape. Raises PlanError if none fits it."""
+        for shape in {id(array.shape): array.shape for array in self.arrays}.values():
+            if shape.takes(candidate):
+                return shape
+        choices, loaders = candidate.suggestion.choices, self._recipe.loaders
+        loader = loaders.loader(choices.loader)
+        counted = loaders.function is not None or hasattr(loader, "__len__")
+        loops = (
+            counted
+            and not (self._together or self._recipe.compile)
+            # They would begin anew for each trial, and a fork cannot begin them.
+            and not any(getattr(each, "num_workers", 0) for each in (loader, self._recipe.eval_loader))
+        )
+        look = partial(self._footprint, candidate)
+        return Shape(candidate, look, minibatches(loader) if counted else 1, is_array=not loops)
+
+    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
+        choices = first.suggestion.choices
+        loader = self._recipe.loaders.loader(choices.loader)
+        if id(loader) not in self._inputs:
+            self._inputs[id(loader)] = first_inputs(loader)
+        inputs, reading = self._inputs[id(loader)]
+        return Footprint(
+            first.model,
+            sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks,
+            inputs,
+            device,
+            evaluated=minibatches(self._recipe.judged(choices)[1]) if self._recipe.evaluates else 0,
+            saved=self._saved,
+            reading=reading,
+        )
 
     def check(self, shape: Shape, what: str) -> None:
         """Raise PlanError if no device has memory for one trial of a shape. ``what``: the trial, in the message."""
@@ -45,68 +259,93 @@ class TrialPlacement:
                 "space, give a smaller minibatch, or let such trials fail with catch=(hf.PlanError,)"
             )
 
-    def join(self, array: ShapeArray, candidate: TrialModel) -> None:
-        """Let a trial wait for a row in an array that `room_for` returned."""
-        array.joining.append(candidate)
-        if array not in self.arrays:
-            self.opened += 1
-            self.arrays.append(array)
+    @property
+    def full(self) -> bool:
+        """Return whether the maximum number of trials is training."""
+        return sum(array.trial_count for array in self.arrays) >= self._concurrent()
 
-    def open(self, array: ShapeArray) -> None:
-        """Choose whether waiting trials become an array or stay plain, and create it in a worker."""
-        array.plain = self._is_plain(array, array.joining, [member.suggestion.epochs for member in array.joining])
-        self._workers.open(array.name, array.device, array.shape.first.suggestion.choices, array.plain)
-
-    def _is_plain(self, array: ShapeArray, members: Sequence[TrialModel], epochs: Sequence[int]) -> bool:
-        """Return whether trials with these remaining epochs run in plain torch; never if they share tensors."""
-        ids = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
-        device = self._workers.devices[array.device]
-        if len(set(ids)) < len(ids):
-            return False
-        fits = lambda: self._fits(array.device, self._on(array.device))  # noqa: E731
-        return array.shape.stay_plain(epochs, device, self._workers.side_by_side, fits)
-
-    def promoted(self) -> list[tuple[str, ShapeArray]]:
-        """Turn plain trials into arrays where measured times favour it. Return each array after its old name."""
-        promoted = []
-        for array in self.arrays:
-            if array.plain and array.slots and not array.joining and self._rests(array):
-                epochs = [slot.suggestion.epochs - slot.epochs for slot in array.slots.values()]
-                if not self._is_plain(array, (), epochs):
-                    promoted.append((array.name, array))
-                    array.promote(f"array-{self.opened}")
+    def join(self, shape: Shape, candidate: TrialModel) -> bool:
+        """Let a trial wait for a row, on the device with memory whose round then ends first. Return whether it can."""
+        shape_arrays = [array for array in self.arrays if array.shape is shape and not array.plain]
+        choices = [array for array in shape_arrays if self._rests(array)]
+        if not shape_arrays or not self._together:
+            occupied = {array.device for array in shape_arrays} | set(self._workers.busy)
+            new = [device for device in self._live_devices if device not in occupied]
+            choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
+        for array in sorted(choices, key=lambda choice: (self._end(choice, 1), choice.device)):
+            if self._has_room(array):
+                array.joining.append(candidate)
+                if array not in self.arrays:
                     self.opened += 1
-        return promoted
+                    self.arrays.append(array)
+                return True
+        return False
 
-    def note(self, array: ShapeArray, result: EpochResult) -> None:
-        """Record the seconds of a minibatch of plain trials, by which arrays are chosen."""
-        if array.plain:
-            array.shape.plain_seconds = result.seconds / result.steps / max(1, len(result.values))
+    def open(self) -> list[ShapeArray]:
+        """Give waiting trials to workers in arrays, or plain, the longest first. Return the arrays that trials join."""
+        plain: list[ShapeArray] = []
+        for array in [array for array in self.arrays if array.widths is None and not array.plain]:
+            if self._is_array(array):
+                self._workers.open(array.name, array.device)
+                continue
+            self.arrays.remove(array)
+            for member in array.joining:
+                plain.append(ShapeArray(member.tag.replace(" ", "-"), array.shape, array.device, plain=True))
+                plain[-1].joining = [member]
+        for array in sorted(plain, key=lambda array: (-self._epoch_seconds(array), array.joining[0].number)):
+            self.arrays.append(array)
+            self._workers.open(array.name, array.device, array.joining[0], self._epoch_seconds(array))
+        return [array for array in self.arrays if array.joining]
 
-    def restored(self, name: str, shape: Shape, slots: Sequence[TrialSlot], *, plain: bool) -> ShapeArray:
+    def _is_array(self, array: ShapeArray) -> bool:
+        """Return whether waiting trials become an array, by estimates. Later trials of their shape then do so, too."""
+        shape, device = array.shape, self._workers.devices[array.device]
+        if not shape.is_array:
+            epochs = [member.suggestion.epochs for member in array.joining]
+            steps, side_by_side = self._waves * shape.minibatches, self._workers.side_by_side
+            saved = seconds_saved(epochs, steps, shape.footprint(device), side_by_side)
+            # Whether it fits is asked of a shape that is an array.
+            shape.is_array = saved > 0
+            shape.is_array = shape.is_array and self._fits(array.device, self._on(array.device))
+        return shape.is_array
+
+    def restored(
+        self, name: str, shape: Shape, slots: Sequence[TrialSlot], first: TrialModel, *, plain: bool
+    ) -> ShapeArray:
         """Place a saved array on the device whose round ends first, among those with memory for it if there are any."""
-        arrays = [ShapeArray(name, shape, device) for device in self._live_devices]
-        for array in arrays:
-            array.slots, array.plain = {slot.tag: slot for slot in slots}, plain
-        order = sorted(arrays, key=lambda option: self._end(option.device, option))
-        chosen = next(
-            (array for array in order if self._fits(array.device, [array, *self._on(array.device)])), order[0]
-        )
+        array = ShapeArray(name, shape, self._live_devices[0], plain=plain)
+        array.slots = {slot.tag: slot for slot in slots}
+        device = self._device_for(array)
+        array.device = array.device if device is None else device
         shape.is_array = shape.is_array or not plain
-        self.arrays.append(chosen)
-        self._workers.open(name, chosen.device, shape.first.suggestion.choices, plain)
-        return chosen
+        self.arrays.append(array)
+        self._workers.open(name, array.device, first if plain else None, self._epoch_seconds(array))
+        return array
+
+    def _device_for(self, array: ShapeArray) -> int | None:
+        """Return the device whose round ends first among those with memory for an array; None if there is none."""
+        order = sorted(self._live_devices, key=lambda device: sum(map(self._epoch_seconds, self._on(device))))
+        return next((device for device in order if self._fits(device, [array, *self._on(device)])), None)
 
     def give_back(self) -> None:
         """Drop arrays without trials, and release free rows."""
-        crowded = {array.device for array in self.arrays if self.crowded(array.device)}
         for array in self.arrays:
             if not array.trial_count:
-                self._workers.drop(array.name, collect=array.device in crowded)
-            elif array.slots and self._rests(array) and array.widths is not None and array.least() < array.width:
+                self._workers.drop(array.name)
+            elif array.slots and self._rests(array) and array.least() < array.width:
                 array.width, array.save = array.least(), ""
                 self._workers.send(array.name, "compact")
         self.arrays = [array for array in self.arrays if array.trial_count]
+
+    def collect(self, devices: Iterable[int]) -> None:
+        """Let workers collect garbage where trials have left, and arrays need more than half of a device.
+
+        Members that left, arrays and programs form reference cycles, which hold memory until Python collects garbage.
+        A collection takes a fifth of a second, so it is only requested when memory is short.
+        """
+        for device in devices:
+            if not self._fits(device, self._on(device), part=0.5):
+                self._workers.collect(device)
 
     def _rests(self, array: ShapeArray) -> bool:
         """Return whether trials may join and leave an array: neither it nor its device is training."""
@@ -115,72 +354,29 @@ class TrialPlacement:
     def _on(self, device: int) -> list[ShapeArray]:
         return [array for array in self.arrays if array.device == device]
 
-    def crowded(self, device: int) -> bool:
-        """Return whether arrays need more than half of a device.
-
-        Members that left, arrays and programs form reference cycles, which hold memory until Python collects garbage.
-        A collection takes a fifth of a second, so it is only requested when memory is short.
-        """
-        return not self._fits(device, self._on(device), part=0.5)
-
     def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None, part: float = 1) -> bool:
         """Return whether arrays, with one more member in ``more``, fit into a ``part`` of a device's memory budget."""
         info = self._workers.devices[device]
-        sizes = [
-            (array.shape.footprint(info), array.rows(1 if array is more else 0), not array.shape.is_array)
-            for array in arrays
-        ]
+        rows = Counter[Shape]()
+        for array in arrays:
+            rows[array.shape] += array.rows(1 if array is more else 0)
+        sizes = [(shape.footprint(info), count, not shape.is_array) for shape, count in rows.items()]
         return fits(int(info.budget * part), sizes)
-
-    @property
-    def full(self) -> bool:
-        """Return whether the maximum number of trials is training."""
-        return sum(array.trial_count for array in self.arrays) >= self._concurrent()
 
     @property
     def _live_devices(self) -> list[int]:
         """The devices that are not lost."""
         return [device for device in range(len(self._workers.devices)) if device not in self._workers.lost_devices]
 
-    def room_for(self, shape: Shape) -> ShapeArray | None:
-        """Return the array for one more trial, on the device with memory whose round then ends first; or None."""
-        if self.full or not self._pays(shape):
-            return None
-        shape_arrays = [array for array in self.arrays if array.shape is shape]
-        choices = [array for array in shape_arrays if self._rests(array)]
-        if not shape_arrays or not self._together:
-            # With ``together``, trials are compared and copied, so all of a shape must be in one array.
-            occupied = {array.device for array in shape_arrays} | set(self._workers.busy)
-            new = [device for device in self._live_devices if device not in occupied]
-            choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
-        for array in sorted(choices, key=lambda choice: (self._end(choice.device, choice, 1), choice.device)):
-            if self._has_room(array):
-                return array
-        return None
+    def _end(self, array: ShapeArray, more: int = 0) -> float:
+        """Return the estimated seconds of a round of the array's device, with ``more`` members in the array."""
+        others = [placed for placed in self._on(array.device) if placed is not array]
+        return sum(map(self._epoch_seconds, others)) + self._epoch_seconds(array, more)
 
-    def _pays(self, shape: Shape) -> bool:
-        """Return whether one more trial lowers the time per trial, by estimates, so that a resumed sweep agrees."""
-        if self._fixed:
-            return True
-        counts = Counter({shape: 1})
-        for array in self.arrays:
-            counts[array.shape] += array.trial_count
-        devices = [self._workers.devices[device] for device in self._live_devices]
-        most = {group: sum(group.fastest(device, self._trials) for device in devices) for group in counts}
-        return sum(Fraction(count, most[group]) for group, count in counts.items()) <= 1
-
-    def _end(self, device: int, array: ShapeArray | None = None, more: int = 0) -> float:
-        """Return the summed seconds per minibatch of a device's arrays, including ``array`` with ``more`` members."""
-        arrays = self._on(device)
-        if array is not None and array not in arrays:
-            arrays.append(array)
-        return sum(self._seconds(placed, device, more if placed is array else 0) for placed in arrays)
-
-    def _seconds(self, array: ShapeArray, device: int, more: int = 0) -> float:
-        """Return the estimated seconds of a minibatch with ``more`` members; of an epoch if shapes differ in that."""
-        footprint, rows = array.shape.footprint(self._workers.devices[device]), array.least(more)
-        seconds = rows * footprint.seconds(1) if array.plain else footprint.seconds(rows)
-        return seconds * array.shape.minibatches
+    def _epoch_seconds(self, array: ShapeArray, more: int = 0) -> float:
+        """Return the estimated seconds of an epoch with ``more`` members; of a minibatch if nothing has a length."""
+        footprint = array.shape.footprint(self._workers.devices[array.device])
+        return footprint.seconds(array.least(more)) * array.shape.minibatches
 
     def _has_room(self, array: ShapeArray) -> bool:
         """Return whether a device has memory for one more member of an array, without those that have no trials."""
@@ -196,13 +392,169 @@ class TrialPlacement:
 
     def moved(self, name: str) -> int:
         """Move an array of a lost device, and return its new device. Raises DeviceLost if none has room for it."""
-        array = next(candidate for candidate in self.arrays if candidate.name == name)
-        for device in sorted(self._live_devices, key=lambda index: (self._end(index, array), index)):
-            if self._fits(device, [array, *self._on(device)]):
-                array.device = device
-                return device
-        devices = self._workers.devices
-        raise DeviceLost(
-            f"{len(devices) - len(self._live_devices)} of {len(devices)} devices are lost, and no other has room for "
-            f"the {len(array.slots)} trials of {name}: with a directory the same call goes on when there are more"
-        )
+        array = self.named(name)
+        if (device := self._device_for(array)) is None:
+            live, count = len(self._live_devices), len(self._workers.devices)
+            raise DeviceLost(
+                f"{count - live} of {count} devices are lost, and no other has room for the {len(array.slots)} trials "
+                f"of {name}: with a directory the same call goes on when there are more"
+            )
+        array.device = device
+        return device
+
+    def named(self, name: str) -> ShapeArray:
+        """Return the array of this name."""
+        return next(array for array in self.arrays if array.name == name)
+
+
+def seconds_saved(epochs: Sequence[int], minibatches: float, footprint: Footprint, side_by_side: int) -> float:
+    """Return the estimated seconds that an array saves over plain trials.
+
+    Args:
+        epochs: the epochs of each trial.
+        minibatches: minibatches per epoch, times the number of trials of the sweep over those that train at once.
+        side_by_side: how many plain trials are trained at the same time.
+    """
+    looped = sum(epochs) / min(side_by_side, len(epochs)) * footprint.seconds(1)
+    together = max(epochs) * _SLOWER * footprint.seconds(len(epochs))
+    return minibatches * (looped - together) - footprint.startup
+
+
+# Estimates of bytes and seconds, from the operators of one forward, without a capture.
+
+
+class Footprint:
+    """Memory and time of trials of a shape on a device, as an array or in a loop.
+
+    Args:
+        model: a model of the shape; a copy of it is called once, on the CPU, since the device may not have the memory.
+        inputs: the inputs of a minibatch; forward may write into them.
+        stacks: the number of tensors that the optimizer holds for each parameter.
+        evaluated: minibatches whose outputs are held at once to evaluate a metric.
+        saved: trials are saved, with copies on the host.
+        reading: seconds in which a minibatch is read; once for an array, and once for each trial in a loop.
+
+    Attributes:
+        shared: bytes of tensors that all trials of the shape share, such as a frozen base.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: float,
+        inputs: Any,
+        device: DeviceInfo,
+        *,
+        evaluated: int,
+        saved: bool,
+        reading: float,
+    ) -> None:
+        model = copy.deepcopy(model).cpu()
+        args, kwargs = call_arguments(inputs, {})
+        costs = _OperatorCosts()
+        with draws_kept(), torch.enable_grad(), costs.saving(), costs:
+            outputs = model(*args, **kwargs)
+        self.shared = 0
+        self._weights = sum(map(_bytes, {id(tensor): tensor for _, tensor in tensors(model)}.values()))
+        trained = [_bytes(param) for param in model.parameters() if param.requires_grad]
+        self._gradients, self._largest = sum(trained), max(trained, default=0)
+        self._optimizer = int(stacks * self._gradients)
+        self._activations = costs.saved + sum(map(_bytes, tensors_in(outputs)))
+        self._outputs = 2 * evaluated * sum(map(_bytes, tensors_in(outputs)))
+        self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
+        self._operators = max(1, costs.calls)
+        rates = device.rates
+        update = (2 + 2 * stacks) * self._gradients / rates.memory
+        self._call = reading + _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
+        products = sum(count / rates.flops_of(dtype) for dtype, count in costs.flops.items())
+        self._row = _PASSES * max(products, costs.moved / rates.memory) + update
+
+    def held(self, rows: int) -> int:
+        """Return the bytes held between epochs: weights, buffers, optimizer state, and models without a row."""
+        own = self._weights - self.shared
+        return self.shared + _ASIDE * own + rows * (own + self._optimizer)
+
+    def passing(self, rows: int, *, loops: bool = False) -> int:
+        """Return the peak of temporary bytes in a step, capture, evaluation or save. ``loops``: without arrays."""
+        if not rows:
+            return 0
+        step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
+        capture = 0 if loops else _CAPTURING * (step + self._weights)
+        return max((1 if loops else rows) * step, capture, self._copies * self.held(rows))
+
+    def seconds(self, rows: int) -> float:
+        """Return the estimated seconds of a step of an array of ``rows`` rows."""
+        return self._call + rows * self._row if rows else 0.0
+
+    @property
+    def startup(self) -> float:
+        """Estimated seconds until an array is captured and checked."""
+        return _STARTUP + _STARTUP_PER_OPERATOR * self._operators
+
+
+def fits(budget: int, sizes: Iterable[tuple[Footprint, int, bool]]) -> bool:
+    """Return whether trials fit into ``budget`` bytes together: footprints, rows, and whether they are in a loop.
+
+    All hold their state; one at a time has temporaries.
+    """
+    sizes = list(sizes)
+    held = sum(footprint.held(rows) for footprint, rows, _ in sizes)
+    passing = (footprint.passing(rows, loops=loops) for footprint, rows, loops in sizes)
+    return held + max(passing, default=0) <= budget
+
+
+@sparing_dynamo
+class _OperatorCosts(TorchDispatchMode):
+    """Counts the operators of a forward, their FLOP, bytes that they read and write, and bytes saved by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = self.moved = self.saved = 0
+        # By the dtype of the result.
+        self.flops: Counter[torch.dtype] = Counter()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context manager: count the bytes of the storages that autograd saves, without parameters."""
+        packed: list[list[Tensor]] = []
+
+        def pack(tensor: Tensor) -> list[Tensor]:
+            packed.append([tensor])
+            return packed[-1]
+
+        with saved_tensors_hooks(pack, lambda entry: entry[0]):
+            yield
+        storages = [entry[0].untyped_storage() for entry in packed if not isinstance(entry[0], nn.Parameter)]
+        self.saved = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        for entry in packed:
+            # A result that its own operator saves would keep itself alive.
+            entry.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return outputs
+        self.calls += 1
+        operands: Sequence[Tensor] = [*tensors_in((args, kwargs)), *tensors_in(outputs)]
+        self.moved += sum(map(_bytes, operands))
+        if count := _flops(func.overloadpacket, operands, outputs):
+            self.flops[outputs.dtype] += count
+        return outputs
+
+
+def _flops(operator: Any, operands: Sequence[Tensor], outputs: Any) -> int:
+    """Return the FLOP of a matrix product or convolution, and 0 for other operators, which are bound by memory.
+
+    torch.utils.flop_counter knows more, and takes a second to import, with Triton.
+    """
+    aten = torch.ops.aten
+    if operator in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+        # The last operands are the factors, and the result.
+        return 2 * int(outputs.numel()) * operands[-3].shape[-1]
+    if operator is aten.convolution:
+        return 2 * int(outputs.numel()) * operands[1][0].numel()
+    return 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

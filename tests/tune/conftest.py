@@ -12,7 +12,7 @@ import pytest
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HFUSION_RATES", "standard")
     # So small sweeps would be plain torch.
-    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda *args: math.inf)
+    monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: math.inf)
     optuna = pytest.importorskip("optuna")
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

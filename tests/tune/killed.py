@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.tune import shape_array
+from hfusion.tune import trial_placement
 from tests.tune.cases import EPOCHS, MACHINE, loaders, make_model
 
 TRIALS = 12
@@ -113,5 +113,5 @@ def everything(result: hf.SweepResult) -> list[Any]:
 if __name__ == "__main__":
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # As in the tests: arrays, however small.
-    shape_array.seconds_saved = lambda *args: math.inf
+    trial_placement.seconds_saved = lambda *args: math.inf
     run(sys.argv[1], at(sys.argv[2], int(sys.argv[3]), lambda: os.kill(os.getpid(), signal.SIGKILL)))

@@ -1,53 +1,29 @@
-"""The choice between plain trials and an array by what plain ones take, and the change from plain to array."""
+"""The choice between plain trials and an array, by estimates."""
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hfusion.tune.shape_array import seconds_saved
-from hfusion.tune.trial_rows import TrialRows
-from tests.tune import test_sweep
-
-pytest.importorskip("optuna")
+from hfusion.tune.trial_placement import seconds_saved
 
 
-@pytest.fixture
-def promoted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Trials are plain until one of them has two epochs left; how many became an array each time."""
-    counts: list[int] = []
-    adopt = TrialRows.adopt
-
-    def counted(rows: TrialRows, saved: Any, members: Any) -> None:
-        counts.append(len(members))
-        adopt(rows, saved, members)
-
-    monkeypatch.setattr(TrialRows, "adopt", counted)
-    monkeypatch.setattr(
-        "hfusion.tune.shape_array.seconds_saved", lambda epochs, *args: math.inf if min(epochs) <= 2 else -math.inf
-    )
-    return counts
+def saved(epochs: tuple[int, ...] = (10, 10, 10, 10), side_by_side: int = 1, member: float = 0.0) -> float:
+    footprint: Any = SimpleNamespace(seconds=lambda rows: 1e-3 + rows * member, startup=0.5)
+    return seconds_saved(epochs, 100, footprint, side_by_side)
 
 
-def saved(epochs: tuple[int, ...] = (10, 10, 10, 10), side_by_side: int = 1, plain: float | None = 1e-3) -> float:
-    footprint: Any = SimpleNamespace(array_seconds=lambda rows, plain: 2e-3, startup=0.5)
-    return seconds_saved(epochs, 100, plain, footprint, side_by_side)
+def test_an_array_saves_the_overhead_of_its_members() -> None:
+    assert saved() > 0
+    # Arithmetic is saved by no array, and plain trials of different processes take less time together.
+    assert saved(member=1e-2) < saved() - 1
+    assert saved(side_by_side=4) < 0
+    # Trials that end early save less.
+    assert saved((10, 1, 1, 1)) < 0
+    assert saved((1000, 1000), side_by_side=1) > saved((10, 10), side_by_side=1)
 
 
-def test_an_array_saves_what_its_steps_do_less_what_it_takes_to_begin() -> None:
-    assert saved() == pytest.approx(100 * 1e-3 * (40 - 20) - 0.5)
-    # Beside one another plain trials take less time; trials that end early save less.
-    assert saved(side_by_side=2) == pytest.approx(-0.5)
-    assert saved((10, 1, 1, 1)) == pytest.approx(100 * 1e-3 * (13 - 20) - 0.5)
-    assert saved((10,), side_by_side=8) < 0
-    # Plain trials are measured first.
-    assert saved(plain=None) == -math.inf
-
-
-@pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss")])
-def test_values_are_those_of_trials_alone(pruner: str, metric: str, promoted: list[int]) -> None:
-    test_sweep.test_values_are_those_of_trials_alone(pruner, metric)
-    assert max(promoted) > 1
+def test_an_array_has_to_make_up_for_its_start() -> None:
+    assert saved((1, 1)) == pytest.approx(100 * 1e-3 * (2 - 1.9) - 0.5)

@@ -219,14 +219,6 @@ def test_a_direction_is_refused_if_the_study_has_one() -> None:
         sweep(study=[])
 
 
-def test_a_study_on_disk_goes_with_a_directory(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path}/sweep.db"
-    study = optuna.create_study(storage=storage, pruner=optuna.pruners.NopPruner())
-    sweep(study=study, directory=tmp_path / "sweep")
-    again = optuna.load_study(study_name=study.study_name, storage=storage, pruner=optuna.pruners.NopPruner())
-    assert states(sweep(study=again, directory=tmp_path / "sweep", trials=5).study) == ["COMPLETE"] * 5
-
-
 def test_errors_of_a_trial() -> None:
     """As in study.optimize, a trial fails, and its error is raised unless caught; TrialPruned prunes."""
 

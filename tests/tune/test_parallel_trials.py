@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.core.errors import HFusionError
 from hfusion.device.forked_worker import why_no_fork
-from hfusion.device.team import torch_threads
-from hfusion.tune.parallel_trials import TrialPool
+from hfusion.device.openmp import torch_threads
+from hfusion.tune.sweep_workers import SweepWorkers
 from tests.tune.cases import MACHINE
 
 pytest.importorskip("optuna")
@@ -33,8 +32,7 @@ HERE = os.getpid()
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if why_no_fork(torch.device("cpu")):
         pytest.skip("no fork of this process could train")
-    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda *args: -math.inf)
-    monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", 0.0)
+    monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: -math.inf)
     yield
     assert not multiprocessing.active_children()
 
@@ -80,16 +78,14 @@ def where(result: hf.SweepResult) -> list[set[float]]:
 
 def test_trials_are_in_as_many_processes_as_were_given() -> None:
     places = where(search(metric=process, pruner=unpruned()))
-    # The first epoch of the first trial is measured here.
-    assert HERE in places[0]
-    assert len(set.union(*places) - {HERE}) == 2
-    assert all(HERE not in trial for trial in places[1:])
+    assert len(set.union(*places)) == 2
+    assert all(len(trial) == 1 and HERE not in trial for trial in places)
 
 
-def test_new_trials_are_shared_out_before_any_of_them_was_timed() -> None:
+def test_the_trials_of_a_round_are_shared_out() -> None:
     """Each round trains trials of its own, and the processes take as many."""
     places = where(search(metric=process, pruner=unpruned(), rows=4, trials=12, epochs=1))
-    for start in (4, 8):
+    for start in (0, 4, 8):
         counts = Counter(place for trial in places[start : start + 4] for place in trial)
         assert sorted(counts.values()) == [2, 2]
 
@@ -110,7 +106,7 @@ def test_models_that_cannot_be_pickled_stay(caplog: pytest.LogCaptureFixture) ->
     assert "trial 1 stays in this process, as pickle fails" in caplog.text
 
 
-def test_trials_that_share_a_tensor_stay() -> None:
+def test_only_one_of_the_trials_that_share_a_tensor_leaves() -> None:
     frozen = nn.Linear(3, 3).requires_grad_(False)
     widths = iter([4, 5, 6, 7, 8, 9])
 
@@ -118,21 +114,24 @@ def test_trials_that_share_a_tensor_stay() -> None:
         width = next(widths)
         return nn.Sequential(frozen, nn.Linear(3, width), nn.Linear(width, 2))
 
-    assert set.union(*where(search(make, metric=process, pruner=unpruned()))) == {HERE}
+    places = where(search(make, metric=process, pruner=unpruned()))
+    assert sum(trial != {HERE} for trial in places) == 1
 
 
 def threads(outputs: Tensor, target: Tensor) -> float:
     return float(torch.get_num_threads())
 
 
-@pytest.mark.parametrize(("starting", "processes", "expected"), [(0.0, 2, 1.0), (math.inf, 2, 1.0), (0.0, 1, 2.0)])
+@pytest.mark.parametrize(
+    ("make_model", "processes", "expected"),
+    [(lambda: nn.Linear(3, 2), 2, 1.0), (Unpicklable, 2, 1.0), (lambda: nn.Linear(3, 2), 1, 2.0)],
+)
 def test_trials_have_one_thread_each_if_they_may_have_processes(
-    starting: float, processes: int, expected: float, monkeypatch: pytest.MonkeyPatch
+    make_model: Any, processes: int, expected: float
 ) -> None:
-    """Whether workers start depends on times, so it must not change the threads, which affect rounding."""
-    monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", starting)
+    """Also those that stay here: the number of threads affects rounding."""
     with torch_threads(2):
-        result = search(metric=threads, pruner=unpruned(), processes=processes)
+        result = search(make_model, metric=threads, pruner=unpruned(), processes=processes)
     assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{expected}] * 6
 
 
@@ -144,25 +143,23 @@ def test_the_default_is_a_process_per_core_for_two_trials_each(monkeypatch: pyte
 
 
 def test_a_long_trial_has_a_worker_of_its_own() -> None:
-    """Trials move by what their last epoch took."""
-
-    class Slow(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.03 if self.is_long else 0.01)
-            return super().forward(x)
+    """The longest go first, each to the process with the least to do."""
 
     def make(number: int) -> nn.Module:
-        layer = Slow(3, 2)
-        layer.is_long = number == 3  # type: ignore[assignment]
-        return layer
+        width = 20_000 if number == 3 else 4
+        return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
 
-    def space(trial: Any) -> dict[str, Any]:
-        return {"number": trial.number}
-
-    pytest.importorskip("cloudpickle")
     data = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
-    options: dict[str, Any] = {"trials": 4, "epochs": 6, "machine": MACHINE, "processes": 2, "rows": 4}
-    result = hf.sweep(make, space, F.cross_entropy, data, metric=process, pruner=unpruned(), **options)
+    options: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "processes": 2, "rows": 4}
+    result = hf.sweep(
+        make,
+        lambda trial: {"number": trial.number},
+        F.cross_entropy,
+        data,
+        metric=process,
+        pruner=unpruned(),
+        **options,
+    )
     last = [trial.value for trial in result.trials]
     assert last.count(last[3]) == 1
 
@@ -186,7 +183,7 @@ def test_nothing_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TrialPool, "_balance", interrupted)
+    monkeypatch.setattr(SweepWorkers, "first", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search()
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.device.forked_worker import why_no_fork
-from hfusion.tune.plain_trials import torch_optimizer
-from hfusion.tune.trial_rows import TrialRows
+from hfusion.tune.array_rows import ArrayRows
 from tests.tune import chosen, test_chosen, test_sweep
 from tests.tune.cases import MACHINE
 
@@ -26,9 +25,8 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         if why_no_fork(torch.device("cpu")):
             pytest.skip("no fork of this process could train")
         monkeypatch.setattr("hfusion.tune.sweep.cores", lambda: 2)
-        monkeypatch.setattr("hfusion.tune.parallel_trials._STARTING", 0.0)
-    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda *args: -math.inf)
-    monkeypatch.setattr(TrialRows, "join", lambda *args: pytest.fail("an array was made"))
+    monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: -math.inf)
+    monkeypatch.setattr(ArrayRows, "join", lambda *args: pytest.fail("an array was made"))
 
 
 @pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss"), ("halving", "accuracy")])
@@ -48,32 +46,33 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-OPTIMIZERS: dict[str, tuple[Any, type[torch.optim.Optimizer] | None]] = {
-    "adamw": (lambda params: hf.optim.AdamW(params, lr=0.2, betas=(0.8, 0.9), amsgrad=True), torch.optim.AdamW),
-    "sgd": (lambda params: hf.optim.SGD(params, momentum=0.9, nesterov=True), torch.optim.SGD),
-    "groups": (
-        lambda params: hf.optim.SGD([{"params": params[:1], "lr": 0.5}, {"params": params[1:]}], lr=0.1),
-        torch.optim.SGD,
-    ),
-    "lion": (hf.optim.Lion, None),
-}
+def test_param_groups_keep_their_own_rate() -> None:
+    data = [(torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 2) for _ in range(3)]
 
+    def make(params: Any) -> hf.optim.SGD:
+        return hf.optim.SGD([{"params": params[:1], "lr": 0.5}, {"params": params[1:]}], momentum=0.9)
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_torch_s(name: str) -> None:
-    make, kind = OPTIMIZERS[name]
-    optimizer = torch_optimizer(make, model())
-    if kind is None:
-        assert optimizer is None
-        return
-    assert type(optimizer) is kind
-    if name == "groups":
-        assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == [(0.5, 1), (0.1, 3)]
-    if name == "adamw":
-        group = optimizer.param_groups[0]
-        assert (group["lr"], group["betas"], group["amsgrad"], group["fused"]) == (0.2, (0.8, 0.9), True, True)
-    if name == "sgd":
-        assert optimizer.param_groups[0]["nesterov"]
+    def double() -> nn.Module:
+        return model().double()
+
+    result = hf.sweep(
+        double, lambda trial: {"lr": 0.1}, F.cross_entropy, data, optimizer=make, trials=2, epochs=2, machine=MACHINE
+    )
+    for trial in result.trials:
+        torch.manual_seed(trial.number)
+        alone = double()
+        params = list(alone.parameters())
+        groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "lr": 0.1}]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        for _ in range(2):
+            losses = []
+            for inputs, target in data:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(alone(inputs), target)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        assert trial.value == pytest.approx(sum(losses) / 3, rel=1e-9)
 
 
 def test_loops_say_what_is_wrong_with_a_loss() -> None:

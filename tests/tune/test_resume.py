@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of sweeps that are not killed, by sampler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HFUSION_RATES", "standard")
-        patch.setattr("hfusion.tune.shape_array.seconds_saved", lambda *args: math.inf)
+        patch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: math.inf)
         return {name: everything(run(str(tmp_path_factory.mktemp(name)), nothing, name)) for name in killed.samplers()}
 
 
@@ -167,4 +167,14 @@ def test_resuming_another_sweep_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         hf.CheckpointError, match="trial 0 of the sweep that was saved is not in study 'other': give the"
     ):
-        run(str(tmp_path), nothing, study="other", storage=f"sqlite:///{tmp_path}/other.db")
+        run(str(tmp_path), nothing, study="other")
+    with pytest.raises(ValueError, match=r"keeps its study in a journal there.* Leave out study and storage"):
+        run(str(tmp_path), nothing, storage=f"sqlite:///{tmp_path}/other.db")
+
+
+def test_what_others_add_to_the_study_of_a_finished_sweep_stays(tmp_path: Path) -> None:
+    run(str(tmp_path), nothing, trials=3)
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.journal"))
+    study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
+    study.enqueue_trial({"lr": 0.123, "hidden": 4})
+    assert run(str(tmp_path), nothing, trials=4).trials[3].params == {"lr": 0.123, "hidden": 4}
