@@ -6,134 +6,91 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfusion import optim
-    from hfusion.adapters.lora import Adapters, lora
-    from hfusion.array.fuse import build, fuse
-    from hfusion.array.member_functions import each
-    from hfusion.array.module import FusedModule
-    from hfusion.array.per_model import per_model
-    from hfusion.checkpoint.save import load, save
-    from hfusion.cluster.cluster import Cluster
-    from hfusion.cluster.rank_copies import copy_rows
-    from hfusion.cluster.ranks import gather_rows, rows
-    from hfusion.cluster.train_tasks import plan, train
-    from hfusion.core.calls import stacked
-    from hfusion.core.errors import (
-        CheckpointError,
-        ForwardsDiffer,
-        FusionError,
-        HFusionError,
-        NonFiniteError,
-        PlanError,
-        SpillError,
-    )
-    from hfusion.core.patience import Patience
-    from hfusion.core.ragged import Ragged
-    from hfusion.device.machine import Device, Machine
-    from hfusion.population.ensemble import Ensemble, select
-    from hfusion.population.logger import MemberLogger
-    from hfusion.population.population import Population
-    from hfusion.population.zip_loaders import zip_loaders
-    from hfusion.schedule.simulate import simulate
-    from hfusion.step.train_step import train_step
-    from hfusion.tasks.task import Evaluation, Step, Task
-    from hfusion.tasks.train import TrainError
-    from hfusion.tune.population_based_training import PBT
-    from hfusion.tune.sweep import sweep
-    from hfusion.tune.sweep_result import SweepResult
+    from hfusion import optim as optim
+    from hfusion.adapters.lora import Adapters as Adapters
+    from hfusion.adapters.lora import lora as lora
+    from hfusion.array.fuse import build as build
+    from hfusion.array.fuse import fuse as fuse
+    from hfusion.array.member_functions import each as each
+    from hfusion.array.module import FusedModule as FusedModule
+    from hfusion.array.per_model import per_model as per_model
+    from hfusion.checkpoint.save import load as load
+    from hfusion.checkpoint.save import save as save
+    from hfusion.cluster.cluster import Cluster as Cluster
+    from hfusion.cluster.rank_copies import copy_rows as copy_rows
+    from hfusion.cluster.ranks import gather_rows as gather_rows
+    from hfusion.cluster.ranks import rows as rows
+    from hfusion.cluster.train_tasks import plan as plan
+    from hfusion.cluster.train_tasks import train as train
+    from hfusion.core.calls import stacked as stacked
+    from hfusion.core.errors import CheckpointError as CheckpointError
+    from hfusion.core.errors import ForwardsDiffer as ForwardsDiffer
+    from hfusion.core.errors import FusionError as FusionError
+    from hfusion.core.errors import HFusionError as HFusionError
+    from hfusion.core.errors import NonFiniteError as NonFiniteError
+    from hfusion.core.errors import PlanError as PlanError
+    from hfusion.core.errors import SpillError as SpillError
+    from hfusion.core.patience import Patience as Patience
+    from hfusion.core.ragged import Ragged as Ragged
+    from hfusion.device.machine import Device as Device
+    from hfusion.device.machine import Machine as Machine
+    from hfusion.population.ensemble import Ensemble as Ensemble
+    from hfusion.population.ensemble import select as select
+    from hfusion.population.logger import MemberLogger as MemberLogger
+    from hfusion.population.population import Population as Population
+    from hfusion.population.zip_loaders import zip_loaders as zip_loaders
+    from hfusion.schedule.simulate import simulate as simulate
+    from hfusion.step.train_step import train_step as train_step
+    from hfusion.tasks.task import Evaluation as Evaluation
+    from hfusion.tasks.task import Step as Step
+    from hfusion.tasks.task import Task as Task
+    from hfusion.tasks.train import TrainError as TrainError
+    from hfusion.tune.population_based_training import PBT as PBT
+    from hfusion.tune.sweep import sweep as sweep
+    from hfusion.tune.sweep_result import SweepResult as SweepResult
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "PBT",
-    "Adapters",
-    "CheckpointError",
-    "Cluster",
-    "Device",
-    "Ensemble",
-    "Evaluation",
-    "ForwardsDiffer",
-    "FusedModule",
-    "FusionError",
-    "HFusionError",
-    "Machine",
-    "MemberLogger",
-    "NonFiniteError",
-    "Patience",
-    "PlanError",
-    "Population",
-    "Ragged",
-    "SpillError",
-    "Step",
-    "SweepResult",
-    "Task",
-    "TrainError",
-    "build",
-    "copy_rows",
-    "each",
-    "fuse",
-    "gather_rows",
-    "load",
-    "lora",
-    "optim",
-    "per_model",
-    "plan",
-    "rows",
-    "save",
-    "select",
-    "simulate",
-    "stacked",
-    "sweep",
-    "train",
-    "train_step",
-    "zip_loaders",
-]
-
-# The module of each public name. It is imported when the name is first used: a sweep of few epochs ends before the
-# compiler, the passes and the scheduler, which it does not need, would be loaded.
-_MODULES = {
-    "PBT": "hfusion.tune.population_based_training",
-    "Adapters": "hfusion.adapters.lora",
-    "CheckpointError": "hfusion.core.errors",
-    "Cluster": "hfusion.cluster.cluster",
-    "Device": "hfusion.device.machine",
-    "Ensemble": "hfusion.population.ensemble",
-    "Evaluation": "hfusion.tasks.task",
-    "ForwardsDiffer": "hfusion.core.errors",
-    "FusedModule": "hfusion.array.module",
-    "FusionError": "hfusion.core.errors",
-    "HFusionError": "hfusion.core.errors",
-    "Machine": "hfusion.device.machine",
-    "MemberLogger": "hfusion.population.logger",
-    "NonFiniteError": "hfusion.core.errors",
-    "Patience": "hfusion.core.patience",
-    "PlanError": "hfusion.core.errors",
-    "Population": "hfusion.population.population",
-    "Ragged": "hfusion.core.ragged",
-    "SpillError": "hfusion.core.errors",
-    "Step": "hfusion.tasks.task",
-    "SweepResult": "hfusion.tune.sweep_result",
-    "Task": "hfusion.tasks.task",
-    "TrainError": "hfusion.tasks.train",
-    "build": "hfusion.array.fuse",
-    "copy_rows": "hfusion.cluster.rank_copies",
-    "each": "hfusion.array.member_functions",
-    "fuse": "hfusion.array.fuse",
-    "gather_rows": "hfusion.cluster.ranks",
-    "load": "hfusion.checkpoint.save",
-    "lora": "hfusion.adapters.lora",
-    "per_model": "hfusion.array.per_model",
-    "plan": "hfusion.cluster.train_tasks",
-    "rows": "hfusion.cluster.ranks",
-    "save": "hfusion.checkpoint.save",
-    "select": "hfusion.population.ensemble",
-    "simulate": "hfusion.schedule.simulate",
-    "stacked": "hfusion.core.calls",
-    "sweep": "hfusion.tune.sweep",
-    "train": "hfusion.cluster.train_tasks",
-    "train_step": "hfusion.step.train_step",
-    "zip_loaders": "hfusion.population.zip_loaders",
+# The public names by their modules. A module is imported when one of its names is first used: a sweep of few epochs
+# ends before the compiler, the passes and the scheduler, which it does not need, would be loaded.
+_NAMES = {
+    "hfusion.adapters.lora": ("Adapters", "lora"),
+    "hfusion.array.fuse": ("build", "fuse"),
+    "hfusion.array.member_functions": ("each",),
+    "hfusion.array.module": ("FusedModule",),
+    "hfusion.array.per_model": ("per_model",),
+    "hfusion.checkpoint.save": ("load", "save"),
+    "hfusion.cluster.cluster": ("Cluster",),
+    "hfusion.cluster.rank_copies": ("copy_rows",),
+    "hfusion.cluster.ranks": ("gather_rows", "rows"),
+    "hfusion.cluster.train_tasks": ("plan", "train"),
+    "hfusion.core.calls": ("stacked",),
+    "hfusion.core.errors": (
+        "CheckpointError",
+        "ForwardsDiffer",
+        "FusionError",
+        "HFusionError",
+        "NonFiniteError",
+        "PlanError",
+        "SpillError",
+    ),
+    "hfusion.core.patience": ("Patience",),
+    "hfusion.core.ragged": ("Ragged",),
+    "hfusion.device.machine": ("Device", "Machine"),
+    "hfusion.population.ensemble": ("Ensemble", "select"),
+    "hfusion.population.logger": ("MemberLogger",),
+    "hfusion.population.population": ("Population",),
+    "hfusion.population.zip_loaders": ("zip_loaders",),
+    "hfusion.schedule.simulate": ("simulate",),
+    "hfusion.step.train_step": ("train_step",),
+    "hfusion.tasks.task": ("Evaluation", "Step", "Task"),
+    "hfusion.tasks.train": ("TrainError",),
+    "hfusion.tune.population_based_training": ("PBT",),
+    "hfusion.tune.sweep": ("sweep",),
+    "hfusion.tune.sweep_result": ("SweepResult",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted([*_MODULES, "optim"])
 # `from hfusion import *` leaves out the last two, which need Lightning and scikit-learn.
 _SUBMODULES = ("optim", "lightning", "sklearn")
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-import dis
+import dataclasses
 import re
-import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
-from typing import Any, NoReturn, cast, overload
+from typing import Any, NoReturn, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.adapters.configs import Change, Config, changed, check_common, configs, target_only
-from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, cut, dropout, fill, layers, lora_names, rank, settle
-from hfusion.capture.attribute_writes import functions_reached
 from hfusion.capture.registered_tensors import check_materialized
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.fingerprint import functions_behind, names_in
 from hfusion.device.generators import draws_kept
 
 
@@ -189,10 +183,10 @@ class FrozenBase:
 
     def __init__(self, base: nn.Module, autocast: bool) -> None:
         self._autocast = autocast
-        # Buffers that forward writes, such as running statistics, are separate for each member.
-        buffers = dict(base.named_buffers(remove_duplicate=False))
-        written = {id(buffers[name]) for name in may_be_written(base)}
-        memo: dict[int, Tensor] = {id(buffer): buffer for buffer in base.buffers() if id(buffer) not in written}
+        # Buffers of the state dict, such as running statistics, are separate for each member, as forward may write to
+        # them. Others hold what can be computed again, such as masks.
+        own = {id(tensor) for tensor in base.state_dict(keep_vars=True).values()}
+        memo: dict[int, Tensor] = {id(buffer): buffer for buffer in base.buffers() if id(buffer) not in own}
         for parameter in base.parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         self._shared = {id(tensor): tensor for tensor in memo.values()}
@@ -304,73 +298,6 @@ def _check_base(base: nn.Module) -> None:
             )
 
 
-# Find the buffers of a base that its code may write to, such as running averages: each member gets its own.
-
-# Code that uses these may write to any buffer.
-_OF_ANY = frozenset({"buffers", "named_buffers", "_buffers", "state_dict"})
-
-
-def may_be_written(base: nn.Module) -> frozenset[str]:
-    """Return the keys of the buffers that forward of ``base`` may write to, judged by its code.
-
-    A function may write to what it names, by attribute or in a string, if it or a function that it calls writes in
-    place, or assigns attributes. So a buffer that is only read counts where the same function writes to another.
-    """
-    functions = {*functions_reached(base), *_functions_of_torch(base)}
-    named = {name for function in functions for name in _written_names(function)}
-    buffers = dict(base.named_buffers(remove_duplicate=False))
-    return frozenset(buffers if named & _OF_ANY else (key for key in buffers if key.rpartition(".")[2] in named))
-
-
-def _functions_of_torch(base: nn.Module) -> Iterator[types.FunctionType]:
-    """Yield the methods of torch's own modules in ``base``, such as norms, except methods like ``__init__``."""
-    kinds = {kind for module in base.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    for kind in kinds - {nn.Module}:
-        if kind.__module__.partition(".")[0] == "torch":
-            for name, value in vars(kind).items():
-                yield from functions_behind(value) if not name.startswith("__") else ()
-
-
-@lru_cache(maxsize=4096)
-def _written_names(function: types.FunctionType) -> frozenset[str]:
-    code = function.__code__
-    assigned = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
-    if not assigned and not any(_writes_in_place(candidate.__code__) for candidate in (function, *_called(function))):
-        return frozenset()
-    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
-    return frozenset(assigned | texts | set(names_in(code).attributes))
-
-
-def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """Yield the global functions, except torch's, that ``function`` may call directly or indirectly."""
-    visited, waiting = {function}, [function]
-    while waiting:
-        caller = waiting.pop()
-        for name in names_in(caller.__code__).variables:
-            value = caller.__globals__.get(name)
-            if isinstance(value, types.FunctionType) and value not in visited and not _is_of_torch(value):
-                visited.add(value)
-                waiting.append(value)
-                yield value
-
-
-def _is_of_torch(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "torch"
-
-
-def _writes_in_place(code: types.CodeType) -> bool:
-    """Return whether ``code`` calls a method like ``add_``, assigns an item, or operates in place, as ``+=`` does."""
-    for step in dis.get_instructions(code):
-        name = step.argval if isinstance(step.argval, str) else ""
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name.endswith("_") and not name.endswith("__"):
-            return True
-        if step.opname in ("STORE_SUBSCR", "STORE_SLICE"):
-            return True
-        if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
-            return True
-    return any(_writes_in_place(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-
-
 # A member of an array of adapters: a peft model whose layers have room for the largest rank of the array.
 
 PREFIX = "base_model.model."
@@ -479,3 +406,130 @@ def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def patterns(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pattern of ranks or alphas for peft, whose keys are regular expressions that may match anywhere."""
     return {f"^{re.escape(path)}": value for path, value in values.items()}
+
+
+# Checks of peft configurations: which can share an array, and which fields may differ between members.
+
+Config: TypeAlias = Any
+"""A `peft.LoraConfig`."""
+
+Change: TypeAlias = Mapping[str, Any]
+"""Fields of a LoraConfig by name."""
+
+# Fields that may differ between members: they change sizes, which are padded, scales, probabilities or initial values.
+OWN = frozenset(
+    (
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "init_lora_weights",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    )
+)
+# Fields that must be equal: they change which tensors and modules exist.
+COMMON = ("task_type", "bias", "use_rslora", "modules_to_save", "use_dora", "lora_bias", "fan_in_fan_out")
+# Fields without influence on the adapter.
+_SILENT = frozenset(("peft_type", "auto_mapping", "peft_version", "runtime_config"))
+_INITS = (True, False, "gaussian", "orthogonal")
+
+
+def configs(config: Config, members: int | Sequence[Config | Change]) -> list[Config]:
+    """Return ``config`` with the changes in ``members``, for each member. Raises FusionError, ValueError."""
+    check_config(config, "config")
+    if isinstance(members, int):
+        if members < 1:
+            raise ValueError(f"members={members}: give their number, at least 1, or what each has of its own")
+        return [copy.deepcopy(config) for _ in range(members)]
+    if isinstance(members, str | Mapping) or not isinstance(members, Sequence):
+        raise ValueError(
+            f"members={members!r}: give their number, or a list with a LoraConfig, or a dict of its fields, for each"
+        )
+    if not members:
+        raise ValueError("members is an empty list; give at least one")
+    return [changed(config, member, f"member {index}") for index, member in enumerate(members)]
+
+
+def changed(config: Config, change: Config | Change, label: str) -> Config:
+    """Return ``config`` with the fields of ``change``, or a copy of ``change`` if it is a configuration.
+
+    Raises:
+        FusionError: it cannot share an array with ``config``.
+    """
+    if not isinstance(change, Mapping):
+        check_config(change, label)
+        check_common(config, change, label)
+        return copy.deepcopy(change)
+    fields = {field.name for field in dataclasses.fields(config)}
+    for name in change:
+        if name not in fields:
+            raise ValueError(f"{label}: {name!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
+    new_config = dataclasses.replace(copy.deepcopy(config), **change)
+    check_config(new_config, label)
+    check_common(config, new_config, label)
+    return new_config
+
+
+def target_only(config: Config, paths: Collection[str]) -> None:
+    """Let a configuration adapt exactly the layers ``paths``, instead of those that it selected before."""
+    config.target_modules = set(paths)
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+
+
+def check_config(config: Config, label: str) -> None:
+    """Raise FusionError for a configuration that cannot be fused, ValueError for an object that is no LoraConfig."""
+    from peft import LoraConfig
+
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{label} must be a peft.LoraConfig, got {type(config).__name__}")
+    for field in dataclasses.fields(config):
+        if field.name in OWN or field.name in COMMON or field.name in _SILENT:
+            continue
+        value, plain = getattr(config, field.name), _default(field)
+        if value and value != plain:
+            raise FusionError(
+                f"{label}: LoraConfig.{field.name}={value!r} has no form for many adapters of one base in hf.lora; "
+                f"leave it at {plain!r}, or train these adapters one after another by peft"
+            )
+    if config.init_lora_weights not in _INITS:
+        raise FusionError(
+            f"{label}: init_lora_weights={config.init_lora_weights!r} computes the start of an adapter from the "
+            "weights of the base or from data, and most of these change the base, which the members share; take one of "
+            f"{', '.join(map(repr, _INITS))}, or prepare adapters by peft, save them as plain LoRA "
+            "(path_initial_model_for_weight_conversion) and give their folders to Adapters.load"
+        )
+    if config.inference_mode:
+        raise FusionError(f"{label}: inference_mode=True leaves nothing to train; give inference_mode=False")
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+
+
+def check_common(config: Config, other: Config, label: str) -> None:
+    """Raise a FusionError if members with these two configurations would have different tensors or modules."""
+    for name in COMMON:
+        array_value, value = getattr(config, name), getattr(other, name)
+        if _plain(array_value) != _plain(value):
+            remedy = (
+                "write the scale into lora_alpha: alpha / sqrt(r) is what lora_alpha = alpha * sqrt(r) gives without it"
+                if name == "use_rslora"
+                else "make an array for each kind, by a call of hf.lora each"
+            )
+            raise FusionError(
+                f"{label} has {name}={value!r}, the array {array_value!r}, and its members have one shape; {remedy}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return lists of names as sets, as order does not matter and peft may list a name twice."""
+    return frozenset(value) if isinstance(value, list | set | tuple) else value

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hfusion as hf
-from hfusion.adapters.lora import may_be_written
 from tests.adapters.models import (
     AVERAGED,
     BERT,
@@ -217,56 +215,17 @@ def test_statistics_are_a_members_own() -> None:
     assert isinstance(hf.fuse(adapters)[0], nn.Module)
 
 
-def moved(average: Tensor, value: Tensor) -> None:
-    average.mul_(0.9).add_(value, alpha=0.1)
+class Masked(Averaged):
+    """Holds what can be computed again in a buffer that no state dict has."""
 
-
-class ByHelper(Averaged):
-    def forward(self, x: Tensor) -> Tensor:
-        moved(self.average, x.detach().mean((0, 1, 2, 3)))
-        return super().forward(x)
-
-
-class ByMethod(Averaged):
-    def forward(self, x: Tensor) -> Tensor:
-        self.note(x.detach().mean())
-        return x * self.average * self.table[0]
-
-    def note(self, value: Tensor) -> None:
-        self.average = self.average + value
-
-
-class ByName(Averaged):
-    def forward(self, x: Tensor) -> Tensor:
-        self.get_buffer("average").add_(x.detach().mean())
-        return x
-
-
-class OnlyRead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("average", torch.zeros(6))
-        self.register_buffer("table", torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.average * self.table[0]
+        self.register_buffer("mask", torch.ones(6), persistent=False)
 
 
-@pytest.mark.parametrize(
-    ("base", "written"),
-    [
-        (Averaged, {"average"}),
-        (ByHelper, {"average"}),
-        (ByMethod, {"average"}),
-        (ByName, {"average"}),
-        (OnlyRead, set()),
-        (llama, set()),
-        (convolutions, {"1.running_mean", "1.running_var", "1.num_batches_tracked"}),
-        (
-            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
-            {"parametrizations.weight.0._u", "parametrizations.weight.0._v"},
-        ),
-    ],
-)
-def test_buffers_that_a_base_writes_to_are_a_members_own(base: Callable[[], nn.Module], written: set[str]) -> None:
-    assert may_be_written(base()) == written
+def test_only_buffers_outside_of_the_state_dict_are_shared() -> None:
+    base = nn.Sequential(Masked(), nn.Linear(6, 6))
+    members = hf.lora(base, lora_config(target_modules=["1"]), 2)
+    buffers = [dict(member.base_model.model[0].named_buffers()) for member in members]
+    assert buffers[0]["mask"] is buffers[1]["mask"]
+    assert all(buffers[0][name] is not buffers[1][name] for name in buffers[0].keys() - {"mask"})
