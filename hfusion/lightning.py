@@ -32,7 +32,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     """B members as one LightningModule. It uses manual optimization, since Lightning's own is for one model.
 
     A batch is ``(inputs, target)``. It logs the mean over the members (``train_loss``, ``val_loss``, ...), for
-    callbacks such as EarlyStopping; the best member (``val_loss_best``); and each member (``val_loss/<name>``).
+    callbacks such as EarlyStopping; the best member (``val_loss_best``); each member (``val_loss/<name>``); and
+    their learning rates (``lr/<name>``, for further param groups ``lr1/<name>`` and so on).
 
     Args:
         models: a list of models as in `hfusion.fuse`, or a fused module.
@@ -132,7 +133,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return [optimizer], [scheduler]
 
     def configure_callbacks(self) -> Any:
-        """Return a monitor of all members' rates. Raise ValueError if the Trainer clips or accumulates gradients."""
+        """Raise ValueError if the Trainer clips or accumulates gradients, or monitors one learning rate."""
         run = self.trainer
         if run.gradient_clip_val is not None:
             raise ValueError(
@@ -144,8 +145,12 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
                 f"Trainer(accumulate_grad_batches={run.accumulate_grad_batches!r}) is for automatic optimization: "
                 "leave it out, and give LightningArray accumulate="
             )
-        monitors = [callback for callback in run.callbacks if type(callback) is LearningRateMonitor]
-        return [MemberRateMonitor(monitor, self.tags, self._interval) for monitor in monitors[:1]]
+        if any(isinstance(callback, LearningRateMonitor) for callback in run.callbacks):
+            raise ValueError(
+                "LearningRateMonitor logs one rate for all members. Leave it out: LightningArray logs the rate of each "
+                "member as lr/<name>."
+            )
+        return []
 
     def on_fit_start(self) -> None:
         """Raise FusionError if the array clips gradients that the Trainer's precision plugin scales."""
@@ -169,7 +174,12 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         if last:
             self._clip()
             optimizer.step()
-        self._log("train_loss", losses.detach(), _samples(batch, self._own_batches))
+        samples = _samples(batch, self._own_batches)
+        self._log("train_loss", losses.detach(), samples)
+        for number, group in enumerate(optimizer.param_groups):
+            name = f"lr{number}" if number else "lr"
+            rates = zip(self.tags, group["lr"].tolist(), strict=True)
+            self.log_dict({f"{name}/{tag}": rate for tag, rate in rates}, batch_size=samples)
         if last and self._interval == "step":
             self._step_scheduler()
         member_losses: Tensor = losses.detach()
@@ -246,70 +256,6 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         if name.endswith("loss"):
             self.log(f"{name}_best", values.min(), batch_size=samples)
         self.log_dict(member_values, batch_size=samples)
-
-
-class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
-    """Log the learning rate of each member as ``lr-SGD/<name>``, with the options of ``monitor``.
-
-    It replaces ``monitor`` in the Trainer, and fills the ``lrs`` of both.
-    """
-
-    def __init__(self, monitor: Any, names: Sequence[str], interval: str) -> None:
-        super().__init__(monitor.logging_interval, monitor.log_momentum, monitor.log_weight_decay)
-        self._monitor, self._names, self._interval = monitor, names, interval
-        self._last = -1
-
-    def on_train_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Clear the recorded rates. Raises, as in Lightning, if the Trainer has no logger."""
-        super().on_train_start(trainer, *args, **kwargs)
-        self.lrs = self._monitor.lrs = {}
-        self._last = -1
-
-    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the rates, if they are logged per step."""
-        step = trainer.global_step
-        if self._at("step", trainer) and step != self._last and step % max(trainer.log_every_n_steps, 1) == 0:
-            self._last = step
-            self._log(trainer)
-
-    def on_train_epoch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the rates, if they are logged per epoch."""
-        if self._at("epoch", trainer):
-            self._log(trainer)
-
-    def _at(self, when: str, trainer: Any) -> bool:
-        """Return whether to log at ``when``: as configured, else when the scheduler steps, else at both."""
-        interval = self.logging_interval or (self._interval if trainer.lr_scheduler_configs else when)
-        return bool(interval == when)
-
-    def _log(self, trainer: Any) -> None:
-        metrics = {}
-        for name, group in _named_groups(trainer.optimizers):
-            for member, rate in zip(self._names, group["lr"].tolist(), strict=True):
-                metrics[f"{name}/{member}"] = rate
-                self.lrs.setdefault(f"{name}/{member}", []).append(rate)
-            for key in self._others(group):
-                values = group["betas"][0] if key == "momentum" and "betas" in group else group[key]
-                metrics |= {f"{name}-{key}/{m}": value for m, value in zip(self._names, values.tolist(), strict=True)}
-        trainer.callback_metrics.update({name: torch.tensor(value, device="cpu") for name, value in metrics.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-
-    def _others(self, group: Mapping[str, Any]) -> list[str]:
-        momentum = self.log_momentum and ("betas" in group or "momentum" in group)
-        decay = self.log_weight_decay and "weight_decay" in group
-        return ["momentum"] * momentum + ["weight_decay"] * decay
-
-
-def _named_groups(optimizers: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return the param groups with the names that Lightning gives them."""
-    named_groups = []
-    for optimizer in optimizers:
-        groups = optimizer.param_groups
-        for k, group in enumerate(groups, 1):
-            name = group.get("name", f"pg{k}" if len(groups) > 1 else None)
-            named_groups.append((f"lr-{type(optimizer).__name__}" + (f"/{name}" if name else ""), group))
-    return named_groups
 
 
 def _is_pair(batch: Any) -> bool:

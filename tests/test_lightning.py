@@ -91,6 +91,8 @@ def test_members_train_as_alone(accumulate: int, tmp_path: Path) -> None:
     run.fit(module, loader)
     assert_alone(module, loader, accumulate=accumulate)
     assert run.global_step == EPOCHS * -(-3 // accumulate)
+    for member, rate in enumerate(RATES):
+        assert float(run.callback_metrics[f"lr/{member}"]) == pytest.approx(rate * 0.5 ** (EPOCHS - 1))
 
 
 def own_batches(samples: list[Any]) -> tuple[Tensor, Tensor]:
@@ -142,6 +144,10 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     [
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) would clip all members by one norm: .*clip_norm="),
         ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) is for automatic .*accumulate="),
+        (
+            {"callbacks": [lightning.pytorch.callbacks.LearningRateMonitor()]},
+            "LearningRateMonitor logs one rate for all members",
+        ),
     ],
 )
 def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str, tmp_path: Path) -> None:

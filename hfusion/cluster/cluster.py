@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfusion.cluster.driver import Drive
-from hfusion.cluster.jobs import RunOptions, arranged
+from hfusion.cluster.jobs import RunOptions, placed_tasks
 from hfusion.cluster.messages import Executor
 from hfusion.cluster.process_executor import ProcessExecutor
 from hfusion.core.errors import PlanError
@@ -134,12 +134,10 @@ class Cluster:
         with ExitStack() as stack:
             executor = self._open()
             stack.callback(executor.close)
-            arrays = arranged(task_list, executor.devices, options, resume=resume)
-            log = stack.enter_context(EventLog(folder, "train", arrays=len(arrays.arrays)))
-            drive = Drive(arrays, executor, self._max_failures, log, on_result)
+            placed = placed_tasks(task_list, executor.devices, options, resume=resume)
+            log = stack.enter_context(EventLog(folder, "train", arrays=len(placed)))
+            drive = Drive(placed, executor, self._max_failures, log, on_result)
             if progress:
-                bars = TaskBars(
-                    [(array.load.name, array.task.steps) for array in arrays.arrays], [0] * len(arrays.arrays)
-                )
+                bars = TaskBars([(task.name, task.steps) for task in task_list], [0] * len(task_list))
                 drive.show = stack.enter_context(bars).reach
             return drive.run()

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
+from hfusion.cluster.jobs import PlacedArray, SharedParts
 from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, Raised
-from hfusion.cluster.node import ArrayDone, Message, ResultMessage, StopQuery, loader_generators
+from hfusion.cluster.node import ArrayDone, Divided, Message, ResultMessage, StopQuery, loader_generators
 from hfusion.cluster.placement import Placement
-from hfusion.core.errors import HFusionError
+from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.stopping import OnResult, answered
-from hfusion.tasks.task import Evaluation, Step, Task
+from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import Report, TaskReport, joined
 
@@ -33,32 +33,36 @@ GLANCE = 1.0
 
 
 class Drive:
-    """A run on a cluster. ``show(index, minibatches)`` is called when an array has been trained on more minibatches.
+    """A run on a cluster. ``show(index, minibatches)`` is called when a task has been trained on more minibatches.
 
     Args:
+        placed: the tasks. Those that a worker divides get entries for their other arrays.
         log: the log of the arrays' events.
         on_result: decides which members stop, see `hfusion.train`.
     """
 
     def __init__(
         self,
-        arrays: ClusterArrays,
+        placed: Sequence[PlacedArray],
         executor: Executor,
         max_failures: int,
         log: EventLog,
         on_result: OnResult | None = None,
     ) -> None:
         self._on_result = on_result
-        self._run, self._tasks, self._arrays, self._executor = arrays, arrays.tasks, arrays.arrays, executor
-        self._logs = ArrayLogs(log, [(array.load.name, array.task, array.members) for array in arrays.arrays])
+        self._arrays, self._executor, self._logs = list(placed), executor, ArrayLogs(log)
+        self._tasks = [array.task for array in placed]
+        # The entries of each task, and the minibatches of each entry.
+        self._numbers = {array.task: [number] for number, array in enumerate(placed)}
+        self._shown = [0] * len(placed)
         # How many minibatches and evaluations of each array were passed to callbacks.
         self._counts: Counter[tuple[int, type]] = Counter()
         # How many were passed to ``on_result``, and the members that it stopped at each result.
         self._on_result_counts: Counter[tuple[int, type]] = Counter()
         self._stops: dict[tuple[int, type, int], list[int]] = {}
-        loads = [array.load for array in arrays.arrays]
-        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic)
-        self._parts = SharedParts(arrays.arrays, executor)
+        budgets = [device.budget for device in executor.devices]
+        self._placement = Placement([array.size for array in placed], budgets, max_failures)
+        self._parts = SharedParts(placed, executor)
         self._running_arrays: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
         self._failed: dict[int, BaseException] = {}
@@ -90,12 +94,14 @@ class Drive:
         if isinstance(message, Lost):
             self._lose(device, message.reason)
         elif isinstance(message, DeviceInfo):
-            self._placement.join(*self._run.kind_of(message))
+            self._placement.join(message.budget)
         elif isinstance(message, ResultMessage):
             for result in message.results:
                 self._tell(device, result)
             for note in message.notes:
                 self._note(device, self._running_arrays.get(device), note)
+        elif isinstance(message, Divided):
+            self._divide(self._running_arrays[device], message.arrays)
         elif isinstance(message, StopQuery):
             self._executor.answer(device, self._answer(device, *message.result_message.results))
         elif isinstance(message, Raised):
@@ -104,11 +110,29 @@ class Drive:
             number = self._running_arrays.pop(device)
             self._placement.end(device)
             self._done[number] = (device, message)
-            self.show(number, self._arrays[number].task.steps)
+            self._show(number, self._arrays[number].task.steps)
 
-    def _note(self, device: int, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
+    def _divide(self, number: int, arrays: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Let a task be several arrays, of which its worker trains the first."""
+        task = self._arrays[number]
+        first, *others = (task.array(*array) for array in arrays)
+        self._arrays[number] = first
+        for other in others:
+            self._arrays.append(other)
+            self._shown.append(0)
+            self._numbers[task.task].append(self._placement.add(other.size))
+
+    def _show(self, number: int, steps: int) -> None:
+        self._shown[number] = steps
+        task = self._arrays[number].task
+        counts = [self._shown[other] for other in self._numbers[task]]
+        self.show(self._tasks.index(task), sum(counts) // len(counts))
+
+    def _note(self, device: int | None, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
         if number is not None:
-            self._logs.hear(number, event, self._executor.devices[device].log_fields)
+            array = self._arrays[number]
+            location = {} if device is None else self._executor.devices[device].log_fields
+            self._logs.hear(array.name, array.task, array.members, event, location)
 
     def _tell(self, device: int, result: Step | Evaluation) -> None:
         number = self._running_arrays.get(device)
@@ -116,7 +140,7 @@ class Drive:
             return
         array, count = self._arrays[number], self._count(number, result)
         if isinstance(result, Step):
-            self.show(number, count)
+            self._show(number, count)
         if count <= self._counts[number, type(result)]:
             # An array that lost its process repeats minibatches: callbacks have already received this result.
             return
@@ -154,7 +178,7 @@ class Drive:
             self._stops[*key, count] = members
         return members
 
-    def _give_up(self, device: int, number: int, error: BaseException) -> None:
+    def _give_up(self, device: int | None, number: int, error: BaseException) -> None:
         """Mark an array as failed. Only its first error is kept."""
         if number not in self._failed:
             self._failed[number] = error
@@ -162,7 +186,12 @@ class Drive:
 
     def _fail(self, device: int, error: BaseException) -> None:
         number = self._running_arrays.pop(device)
-        self._placement.end(device)
+        # What cannot be planned for this device may fit a larger one.
+        if isinstance(error, PlanError):
+            if self._placement.exceed(device):
+                return
+        else:
+            self._placement.end(device)
         self._give_up(device, number, error)
 
     def _lose(self, device: int, reason: str) -> None:
@@ -174,19 +203,17 @@ class Drive:
 
     def _wait_for_devices(self) -> None:
         """Give up the arrays that fit no device, if none has joined for too long."""
-        if not self._placement.stranded:
+        stranded = self._placement.stranded
+        if not stranded:
             self._stranded_since = None
             return
         now = time.monotonic()
         if self._stranded_since is None:
             self._stranded_since = now
-            count = len(self._placement.stranded)
-            _log.warning("%d arrays wait for a device that they fit; lost was %s", count, self._last_loss)
+            _log.warning("%d arrays wait for a device that they fit; lost was %s", len(stranded), self._last_loss)
         if now - self._stranded_since >= self._executor.timeout and not self._executor.starting:
             for number in self._placement.give_up_stranded():
-                error = DeviceLost(f"no device that it fits is left, {self._last_loss}")
-                self._failed.setdefault(number, error)
-                self._logs.hear(number, ArrayNote("failed", None, error=first_line(error)), {})
+                self._give_up(None, number, DeviceLost(f"no device that it fits is left, {self._last_loss}"))
 
     def _result(self) -> Report:
         report = self._report()
@@ -205,16 +232,13 @@ class Drive:
 
     def _report(self) -> Report:
         tasks: dict[str, TaskReport] = {}
-        arrays = defaultdict[Task, list[int]](list)
-        for number, array in enumerate(self._arrays):
-            arrays[array.task].append(number)
-        for task in self._tasks:
-            numbers = arrays[task]
+        for task, numbers in self._numbers.items():
             if all(number in self._done and number not in self._failed for number in numbers):
                 tasks[task.name] = joined(
                     [self._part(self._arrays[number], self._done[number][1]) for number in numbers]
                 )
-        return Report(tasks, self._plan(), self._timeline(), self._peak())
+        plan = self._plan()
+        return Report(tasks, plan, self._timeline(plan), self._peak())
 
     def _part(self, placed_array: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
         """Return the members and report of an array, and copy its state into the user's objects."""
@@ -239,7 +263,7 @@ class Drive:
         budgets = {device.name: device.budget for device in devices}
         return Plan(tasks, budgets, min(loads), min(evicts), actions)
 
-    def _timeline(self) -> Timeline:
+    def _timeline(self, plan: Plan) -> Timeline:
         """Return the timeline of all devices since the driver started, by the clocks of the nodes."""
         names = [device.name for device in self._executor.devices]
         spans = []
@@ -248,7 +272,7 @@ class Drive:
             for span in done.report.timeline.actions:
                 start, end = span.start + offset, span.end + offset
                 spans.append(replace(span, device=names[device], start=start, end=end))
-        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._placement.lower_bound)
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), plan.lower_bound)
 
     def _peak(self) -> dict[str, int]:
         peak = {device.name: 0 for device in self._executor.devices}

@@ -20,7 +20,10 @@ from hfusion.cluster.messages import Answered, DeviceInfo, Lost, Raised
 from hfusion.cluster.serialization import unpack
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
+from hfusion.tasks.arrange import arrays_of
 from hfusion.tasks.array_log import ArrayEvent, ArrayNote
+from hfusion.tasks.array_plan import Room
+from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_array
@@ -37,6 +40,7 @@ class ArrayJob:
     Attributes:
         parcel: the pickled task.
         parts: references to the shared objects that ``parcel`` omits, by key.
+        room: the device to plan the task for; only the first array is trained. None: train ``members`` as one array.
         awaits_answers: wait for the driver's answer to every result, see `StopQuery`.
         sends_every_step: send every step; otherwise only the latest one and the last one of each epoch.
     """
@@ -45,6 +49,7 @@ class ArrayJob:
     members: tuple[int, ...]
     parcel: bytes
     parts: dict[str, Any]
+    room: Room | None
     policy: str
     checkpoint: Path | None
     every: int | None
@@ -88,6 +93,13 @@ class ResultMessage:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A task is trained as several arrays, given by name and members. This process trains the first."""
+
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
 class StopQuery:
     """A result that the driver must answer with the members that stop, see `ArrayTrainer.answers`. Training waits."""
 
@@ -115,7 +127,7 @@ class ArrayDone:
 
 # The last message of a job.
 End: TypeAlias = ArrayDone | Answered | Raised
-Message: TypeAlias = ResultMessage | StopQuery | End | Lost | DeviceInfo
+Message: TypeAlias = ResultMessage | Divided | StopQuery | End | Lost | DeviceInfo
 
 
 class _Stopped(Exception):
@@ -208,8 +220,8 @@ class ArrayTrainer:
                 parts[key] = part(job.parts[key])
             return parts[key]
 
-        task = unpack(job.parcel, get)
-        outbox = _Outbox(tell, None if job.sends_every_step else task.epoch)
+        sent: Task = unpack(job.parcel, get)
+        outbox = _Outbox(tell, None if job.sends_every_step else sent.epoch)
 
         def heard(result: Step | Evaluation) -> None:
             if self.stopping.is_set():
@@ -226,16 +238,28 @@ class ArrayTrainer:
                     return self.answers.get(timeout=_LOOK)
             raise _Stopped
 
+        task, name, members = replace(sent, callbacks=(heard,)), job.name, job.members
+        planned = None
+        if job.room is not None:
+            arrays = arrays_of(task, job.room)
+            if job.checkpoint is not None:
+                check_folder(job.checkpoint, [array.plan.name for array in arrays], resume=True, task=task.name)
+            if len(arrays) > 1:
+                tell(Divided(tuple((array.plan.name, array.members) for array in arrays)))
+            planned = arrays[0]
+            name, members = planned.plan.name, planned.members
+            del arrays
         report = train_array(
-            replace(task, callbacks=(heard,)),
-            job.members,
-            job.name,
+            task,
+            members,
+            name,
             self._machine,
             job.policy,
             job.checkpoint,
             job.every,
             ask if job.awaits_answers else None,
             None if job.checkpoint is None else outbox.note,
+            planned,
         )
         ended = time.time()
         outbox.send()

@@ -149,12 +149,11 @@ def train(
         if root is not None:
             check_folder(root, [arrangement.plan.name for arrangement in arrangements], resume=resume)
         log = stack.enter_context(EventLog(root, "train", arrays=len(arrangements)))
-        logs = ArrayLogs(
-            log, [(arrangement.plan.name, arrangement.task, arrangement.members) for arrangement in arrangements]
-        )
+        logs = ArrayLogs(log)
 
         def listen(index: int, event: ArrayEvent, device: str | None) -> None:
-            logs.hear(index, event, {"device": device})
+            array = arrangements[index]
+            logs.hear(array.plan.name, array.task, array.members, event, {"device": device})
 
         trained = arrangements, run_plan, machine, chosen, progress, root, every, on_result
         return train_arranged(*trained, listen=None if root is None else listen)

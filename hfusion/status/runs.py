@@ -1,6 +1,6 @@
 """The state of the runs in a folder, and of their arrays and trials.
 
-The state is read from the logs and saves of a run. No lock is taken and no file is written, so runs are not affected.
+The state is read from the logs of a run. No lock is taken and no file is written, so runs are not affected.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,29 +19,12 @@ from urllib.parse import unquote
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import ARRAYS, LOGS, RUN, TRIALS, LoggedEvent, is_running, read_events
-from hfusion.tune.sweep_folder import ARRAYS as SWEEP_ARRAYS
 from hfusion.tune.sweep_folder import STATE
 
 # Folders that `python -m hfusion run --resume` creates.
 _RESUMED = re.compile(r"(train|sweep)-(\d+)")
 # States of arrays and trials by their last event; after any other event they are in training.
 _ENDED = {"finished": "finished", "failed": "failed", "pruned": "pruned", "lost": "waiting", "moved": "waiting"}
-_READINGS = 3
-
-
-@dataclass(frozen=True)
-class SaveStatus:
-    """The last save of an array or sweep.
-
-    Attributes:
-        count: minibatches (of an array) or rounds (of a sweep) before the save.
-        time: when it was written.
-        problem: why it cannot be read; None if it can.
-    """
-
-    count: int | None
-    time: datetime | None
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +41,7 @@ class MemberStatus:
         array: for a trial, the name of its array.
         value: the last losses of an array, or the last value of a trial, as text.
         heard: the time of the last event that determined the state.
+        saved: when the last save was written.
         error: the first line of an error, or why the log cannot be read.
     """
 
@@ -74,7 +59,7 @@ class MemberStatus:
     process: int | None = None
     value: str | None = None
     heard: datetime | None = None
-    saved: SaveStatus | None = None
+    saved: datetime | None = None
     error: str | None = None
 
 
@@ -86,7 +71,7 @@ class RunStatus:
         kind: train or sweep.
         state: running, finished, failed, interrupted, "not running" if it was killed, unknown if that cannot be told.
         process, node: where `hf.train` or `hf.sweep` was called; workers may be elsewhere.
-        saved: the last save of the sweep, or the latest save among the arrays.
+        saved: when the last save of the sweep, or of one of the arrays, was written.
         trials: the argument ``trials`` of the sweep.
     """
 
@@ -97,7 +82,7 @@ class RunStatus:
     node: str | None = None
     started: datetime | None = None
     error: str | None = None
-    saved: SaveStatus | None = None
+    saved: datetime | None = None
     trials: int | None = None
     members: tuple[MemberStatus, ...] = field(default=())
 
@@ -119,41 +104,23 @@ def read_status(folder: Path) -> list[RunStatus]:
         kind = _kind(folder)
         if kind is not None:
             return [_run(folder, kind)]
-        if files.saves(folder) or (folder / files.MANIFEST).exists():
-            raise CheckpointError(
-                f"{folder} is a checkpoint of one array: give the folder of hf.train(checkpoint=...) or "
-                "hf.sweep(directory=...)"
-            )
         matches = [match for path in folder.iterdir() if (match := _RESUMED.fullmatch(path.name))]
         names = [match[0] for match in sorted(matches, key=lambda match: (match[1], int(match[2])))]
         runs = [_run(folder / name, kind) for name in names if (kind := _kind(folder / name)) is not None]
     if not runs:
         raise CheckpointError(
-            f"{folder} holds no run: give the folder of hf.train(checkpoint=...), of hf.sweep(directory=...), or of "
-            "python -m hfusion run --resume"
+            f"{folder} holds no log of a run. Give the folder of hf.train(checkpoint=...), of hf.sweep(directory=...), "
+            "or of python -m hfusion run --resume."
         )
     return runs
 
 
 def _kind(folder: Path) -> str | None:
     """Return "train" or "sweep"; None if it is not the folder of a run."""
-    if not folder.is_dir():
-        return None
     for event in reversed(read_events(folder / LOGS / RUN)):
         if (kind := event.values.get("kind")) in ("train", "sweep"):
             return kind
-    if files.saves(folder / STATE) and (folder / SWEEP_ARRAYS).is_dir():
-        return "sweep"
-    # Older versions wrote no logs, and logs may have been deleted.
-    return "train" if any(_is_array(path) for path in folder.iterdir()) else None
-
-
-def _is_array(folder: Path) -> bool:
-    """Return whether it is the folder of an array of `hf.train`. True for damaged saves, which may be from an array."""
-    try:
-        return bool(saves := files.saves(folder)) and "task" in files.read_manifest(saves[-1])["body"]
-    except (CheckpointError, TypeError):
-        return True
+    return None
 
 
 def _run(folder: Path, kind: str) -> RunStatus:
@@ -161,12 +128,11 @@ def _run(folder: Path, kind: str) -> RunStatus:
     started = None if last is None else last.time
     ended = state != "running"
     if kind == "sweep":
-        saved, body = _saved(folder / STATE)
-        members = _trials(folder, started, body, ended=ended and state != "unknown")
+        saved = _saved(folder / STATE)
+        members = _trials(folder, started, ended=ended and state != "unknown")
     else:
         members = _arrays(folder, started, ended=ended and state != "unknown")
-        saves = [member.saved for member in members if member.saved is not None and member.saved.time is not None]
-        saved = max(saves, key=lambda save: save.time or datetime.min, default=None)
+        saved = max((member.saved for member in members if member.saved is not None), default=None)
     values = {} if last is None else last.values
     return RunStatus(
         folder,
@@ -210,23 +176,13 @@ def _alive(first: LoggedEvent) -> str:
     return "unknown" if alive is None else "running" if alive else "not running"
 
 
-def _saved(folder: Path) -> tuple[SaveStatus | None, dict[str, Any]]:
-    """Return the last save in a folder and its body; None and an empty dict if there is none."""
-    for attempt in range(_READINGS):
-        saves = files.saves(folder)
-        if not saves:
-            return None, {}
-        try:
-            time = datetime.fromtimestamp((saves[-1] / files.MANIFEST).stat().st_mtime, UTC)
-            manifest = files.read_manifest(saves[-1])
-        except (CheckpointError, OSError) as error:
-            # A run deletes old saves. If this one was deleted meanwhile, look again.
-            if saves[-1].exists() or attempt + 1 == _READINGS:
-                return SaveStatus(None, None, str(error)), {}
-        else:
-            body = manifest["body"] if isinstance(manifest["body"], dict) else {}
-            return SaveStatus(manifest["step"], time), body
-    return None, {}
+def _saved(folder: Path) -> datetime | None:
+    """Return when the last save in a folder was written."""
+    for path in reversed(files.saves(folder)):
+        # A run deletes old saves meanwhile.
+        with suppress(OSError):
+            return datetime.fromtimestamp((path / files.MANIFEST).stat().st_mtime, UTC)
+    return None
 
 
 def _events(path: Path) -> tuple[list[LoggedEvent], str | None]:
@@ -238,33 +194,29 @@ def _events(path: Path) -> tuple[list[LoggedEvent], str | None]:
 
 
 def _arrays(folder: Path, started: datetime | None, *, ended: bool) -> list[MemberStatus]:
-    logs = {path.stem: path for path in (folder / LOGS / ARRAYS).glob("*.log")}
-    names = sorted({*logs, *(path.name for path in folder.iterdir() if path.is_dir() and files.saves(path))})
     members = []
-    for name in names:
-        events, problem = _events(logs[name]) if name in logs else ([], None)
+    for path in sorted((folder / LOGS / ARRAYS).glob("*.log")):
+        events, problem = _events(path)
         last, values = _last(events)
-        saved, _ = _saved(folder / name)
-        if saved is None and (noted := [event for event in events if event.event == "saved"]):
-            # The saves are on another node, so only the log knows about them.
-            saved = SaveStatus(_pair(noted[-1].values.get("minibatch"))[0], noted[-1].time)
+        # The saves may be on another node, so that only the log knows about them.
+        noted = [event.time for event in events if event.event == "saved"]
         state = _state(last, started, ended=ended)
         done, total = _pair(values.get("minibatch"))
         epoch, epochs = _pair(values.get("epoch"))
         training, size = _pair(values.get("members"))
         members.append(
             MemberStatus(
-                unquote(name),
+                unquote(path.stem),
                 state,
                 epoch,
                 epochs,
-                saved.count if done is None and saved is not None else done,
+                done,
                 total,
                 training,
                 None if size is None or training is None else size - training,
                 value=values.get("loss"),
                 heard=None if last is None else last.time,
-                saved=saved,
+                saved=_saved(folder / path.stem) or (noted[-1] if noted else None),
                 error=problem or (values.get("error") if state in ("failed", "waiting") else None),
                 **_location(values),
             )
@@ -272,33 +224,30 @@ def _arrays(folder: Path, started: datetime | None, *, ended: bool) -> list[Memb
     return members
 
 
-def _trials(folder: Path, started: datetime | None, body: dict[str, Any], *, ended: bool) -> list[MemberStatus]:
+def _trials(folder: Path, started: datetime | None, *, ended: bool) -> list[MemberStatus]:
     logs = {int(path.stem): path for path in (folder / LOGS / TRIALS).glob("*.log") if path.stem.isdecimal()}
-    members = {}
-    for number, path in logs.items():
+    members = []
+    for number, path in sorted(logs.items()):
         events, problem = _events(path)
         last, values = _last(events)
         state = _state(last, started, ended=ended)
         epoch, epochs = _pair(values.get("epoch"))
-        members[number] = MemberStatus(
-            str(number),
-            "complete" if state == "finished" else state,
-            epoch,
-            epochs,
-            epoch,
-            epochs,
-            array=values.get("array"),
-            value=values.get("value"),
-            heard=None if last is None else last.time,
-            error=problem or (values.get("error") if state == "failed" else None),
-            **_location(values),
+        members.append(
+            MemberStatus(
+                str(number),
+                "complete" if state == "finished" else state,
+                epoch,
+                epochs,
+                epoch,
+                epochs,
+                array=values.get("array"),
+                value=values.get("value"),
+                heard=None if last is None else last.time,
+                error=problem or (values.get("error") if state == "failed" else None),
+                **_location(values),
+            )
         )
-    for array in body.get("arrays", ()):
-        # Trials without a log: written by an older version, or the log was deleted.
-        for number, _, epoch, *_ in array["seats"]:
-            state = "not running" if ended else "unknown"
-            members.setdefault(number, MemberStatus(str(number), state, epoch, done=epoch, array=array["name"]))
-    return [members[number] for number in sorted(members)]
+    return members
 
 
 def _last(events: Sequence[LoggedEvent]) -> tuple[LoggedEvent | None, dict[str, str]]:

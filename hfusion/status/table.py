@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfusion.status.runs import MemberStatus, RunStatus, SaveStatus
+from hfusion.status.runs import MemberStatus, RunStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,13 +67,9 @@ def headline(run: RunStatus, now: datetime) -> str:
 
 
 def _notes(run: RunStatus) -> list[str]:
-    """Return lines for errors of saves, arrays and trials, which do not fit into a table."""
-    lines = [] if run.saved is None or run.saved.problem is None else [f"  save: {run.saved.problem}"]
+    """Return lines for errors of arrays and trials, which do not fit into a table."""
     kind = "trial" if run.kind == "sweep" else "array"
-    for member in run.members:
-        problem = None if member.saved is None else member.saved.problem
-        lines += [f"  {kind} {member.name}: {text}" for text in (member.error, problem) if text is not None]
-    return lines
+    return [f"  {kind} {member.name}: {member.error}" for member in run.members if member.error is not None]
 
 
 def _array_table(members: Sequence[MemberStatus], now: datetime) -> Table:
@@ -138,17 +134,17 @@ def _count(done: int | None, total: int | None) -> str:
     return str(done) if total is None else f"{done}/{total}"
 
 
-def _save(saved: SaveStatus | None, now: datetime) -> str:
+def _save(saved: datetime | None, now: datetime) -> str:
     """Return the local time of a save and its age."""
-    if saved is None or saved.time is None:
-        return "none" if saved is None else _ago(saved, now)
-    local = saved.time.astimezone()
+    if saved is None:
+        return "none"
+    local = saved.astimezone()
     shown = local.strftime("%H:%M" if local.date() == now.astimezone().date() else "%Y-%m-%d %H:%M")
     return f"{shown} ({_ago(saved, now)})"
 
 
-def _ago(saved: SaveStatus, now: datetime) -> str:
-    return "damaged" if saved.time is None else f"{_age((now - saved.time).total_seconds())} ago"
+def _ago(saved: datetime, now: datetime) -> str:
+    return f"{_age((now - saved).total_seconds())} ago"
 
 
 def _age(seconds: float) -> str:

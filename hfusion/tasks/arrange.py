@@ -26,7 +26,7 @@ from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
-from hfusion.tasks.array_plan import ArrayCost, Room, array_plan, minibatch_seconds
+from hfusion.tasks.array_plan import Room, array_plan, minibatch_seconds
 from hfusion.tasks.minibatch import Minibatch, Shapes, largest, samples
 from hfusion.tasks.reading import generators, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
@@ -62,13 +62,6 @@ class Arrangement:
     def minibatch(self) -> Minibatch:
         """Return the minibatch of the training loader that memory is planned for."""
         return Minibatch.of(self.task, self.first.trained, self.members)
-
-    @property
-    def cost(self) -> ArrayCost:
-        """The properties from which the seconds of the array are estimated, for any device."""
-        program = self.array.compiled(self.minibatch().arguments_for(self.array)).program
-        stacks = self.optimizer.state_stacks
-        return ArrayCost(self.task, program, self.first.shapes, stacks, self.plan.name, len(self.members))
 
     def trained(
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
@@ -152,15 +145,23 @@ def checked_plan(plan: Plan, expected: Plan) -> Plan:
     return plan
 
 
-def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
-    """Return the plan of one array of a task with known members. Raises as `arrange`."""
-    room, first, models = room_of(machine, machine.calibrate(), keep=True), first_minibatches(task), task.models
-    if isinstance(models, FusedModule):
-        check_together(models, "hf.train")
+def arrange_one(
+    task: Task, members: Sequence[int], name: str, machine: Machine, planned: Arrangement | None = None
+) -> tuple[list[Arrangement], Plan]:
+    """Return the plan of one array of a task with known members. Raises as `arrange`.
+
+    ``planned``: the same array, planned for another device.
+    """
+    room, models = room_of(machine, machine.calibrate(), keep=True), task.models
+    if planned is not None:
+        arrangement = _arranged(task, planned.array, members, planned.first, room, name, planned.optimizer)
     else:
-        model_list = [models] if isinstance(models, nn.Module) else models
-        models = fuse([model_list[index] for index in members])
-    arrangement = _arranged(task, models, members, first, room, name)
+        if isinstance(models, FusedModule):
+            check_together(models, "hf.train")
+        else:
+            model_list = [models] if isinstance(models, nn.Module) else models
+            models = fuse([model_list[index] for index in members])
+        arrangement = _arranged(task, models, members, first_minibatches(task), room, name)
     budgets = {device.name: device.memory for device in machine.devices}
     return [arrangement], Plan(
         (arrangement.plan,), budgets, room.rates.load, room.rates.evict, room.rates.action_seconds
@@ -175,13 +176,10 @@ def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once
     return Room(largest.physical, largest.memory, shared, keep)
 
 
-def arrays_of(task: Task, room: Room, first: First | None = None) -> list[Arrangement]:
-    """Return the arrays of one task: several if shapes differ, or if all members together do not fit.
-
-    ``first``: the minibatches to plan for, if they were read already.
-    """
+def arrays_of(task: Task, room: Room) -> list[Arrangement]:
+    """Return the arrays of one task: several if shapes differ, or if all members together do not fit."""
     try:
-        return _plan_arrays(task, room, first or first_minibatches(task))
+        return _plan_arrays(task, room, first_minibatches(task))
     except Exception as error:
         error.add_note(f"in the task {task.name!r}")
         raise

@@ -62,24 +62,21 @@ class ArrayLogs:
 
     Events are identified by their counts of minibatches and epochs. A repeated event, from an array that trains again
     after it lost its process, is not written again.
-
-    Args:
-        arrays: the name, task and members of each.
     """
 
-    def __init__(self, log: EventLog, arrays: Sequence[tuple[str, Task, Sequence[int]]]) -> None:
+    def __init__(self, log: EventLog) -> None:
         self._log = log
-        epochs = {id(task): task.epoch for _, task, _ in arrays}
-        self._arrays = [
-            _ArrayCounts(name, len(members), epochs[id(task)], task.epochs * epochs[id(task)])
-            for name, task, members in arrays
-        ]
+        self._arrays: dict[str, _ArrayCounts] = {}
 
-    def hear(self, index: int, event: ArrayEvent, location: Mapping[str, object]) -> None:
-        """Write an event of an array. ``location``: fields for the device, node and process."""
+    def hear(
+        self, name: str, task: Task, members: Sequence[int], event: ArrayEvent, location: Mapping[str, object]
+    ) -> None:
+        """Write an event of the array ``name`` of a task. ``location``: fields for the device, node and process."""
         if not self._log.writes or (isinstance(event, ArrayNote) and event.event == "copied"):
             return
-        array = self._arrays[index]
+        if name not in self._arrays:
+            self._arrays[name] = _ArrayCounts(name, len(members), task.epoch, task.steps)
+        array = self._arrays[name]
         if isinstance(event, ArrayNote):
             if self._is_new(array, event):
                 minibatches = array.trained if event.minibatches is None else event.minibatches

@@ -32,31 +32,6 @@ class Room:
     keep: bool
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayCost:
-    """The properties of an array that its plan depends on, without its tensors.
-
-    Attributes:
-        sizes: the largest inputs in training and in evaluation, see `Minibatch.shapes`.
-        stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
-    """
-
-    task: Task
-    program: Program
-    sizes: tuple[Shapes, Shapes]
-    stacks: int
-    name: str
-    members: int
-
-    def seconds_on(self, room: Room) -> float | None:
-        """Return the estimated seconds of all minibatches on a device; None if the array does not fit."""
-        try:
-            plan = array_plan(self.task, self.program, self.sizes, self.stacks, room, self.name, self.members)
-        except PlanError:
-            return None
-        return plan.steps * minibatch_seconds(plan, room.rates)
-
-
 def array_plan(
     task: Task,
     program: Program,
@@ -68,7 +43,9 @@ def array_plan(
 ) -> TaskPlan:
     """Return the plan of a program for ``width`` members, from a cache if an equal one was planned before.
 
-    ``sizes`` and ``stacks``: see `ArrayCost`.
+    Args:
+        sizes: the largest inputs in training and in evaluation, see `Minibatch.shapes`.
+        stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
     """
     numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
     key = IdentityRef(program), width, sizes, stacks, room, numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -56,10 +57,12 @@ def saving(plan: Plan, every: int | None, *, saves: bool) -> Plan:
     return replace(plan, tasks=tuple(tasks))
 
 
-def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
-    """Create the folder of a run, or check that its saves belong to arrays of these names.
+def check_folder(root: Path, names: Sequence[str], *, resume: bool, task: str | None = None) -> None:
+    """Create the folder of a run, or check that its saves belong to arrays, or to tasks, of these names.
 
-    ``resume``: saves are allowed, and the arrays continue from them.
+    Args:
+        resume: saves are allowed, and the arrays continue from them.
+        task: check only the saves of this task.
 
     Raises:
         CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
@@ -69,6 +72,8 @@ def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
         folders = list(root.iterdir())
         array_names = {file_name(name): name for name in names}
         saved = {array_names.get(path.name, unquote(path.name)) for path in folders if files.saves(path)}
+        if task is not None:
+            saved = {name for name in saved if _is_of(name, task)}
         if files.saves(root) or (root / files.MANIFEST).exists():
             raise CheckpointError(
                 f"{root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
@@ -77,13 +82,19 @@ def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
             raise CheckpointError(
                 f"{root} holds saves of {sorted(saved)}: go on with resume=True, or give a new folder"
             )
-        others, unsaved = sorted(saved.difference(names)), [name for name in names if name not in saved]
+        others = sorted(one for one in saved if not any(_is_of(one, name) for name in names))
+        unsaved = [name for name in names if not any(_is_of(one, name) for one in saved)]
         if others and unsaved:
             raise CheckpointError(
                 f"{root} holds saves of {others}, which are no arrays of these tasks, and none of {unsaved}: give the "
                 "tasks the names that they had, on a machine on which the same members are together, or a new folder, "
                 "or delete those that are not to go on"
             )
+
+
+def _is_of(array: str, name: str) -> bool:
+    """Return whether an array has this name, or is one of several of the task of this name."""
+    return array.startswith(name) and re.fullmatch(r"(\.\d+)*", array.removeprefix(name)) is not None
 
 
 class Checkpoints:

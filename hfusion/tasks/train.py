@@ -86,14 +86,16 @@ def train_array(
     every: int | None,
     on_result: OnResult | None = None,
     listen: ArrayListener | None = None,
+    planned: Arrangement | None = None,
 ) -> Report:
     """Train ``members`` of a task as one array named ``name``. The other models are not used.
 
     Args:
         checkpoint: the existing folder of the run.
         listen: see `train_arranged`.
+        planned: the same array, planned for another device.
     """
-    arranged, plan = arrange_one(task, members, name, machine)
+    arranged, plan = arrange_one(task, members, name, machine, planned)
     return train_arranged(arranged, plan, machine, named(policy), False, checkpoint, every, on_result, listen)
 
 
@@ -160,6 +162,8 @@ class _TrainRun:
         self._computing: Mapping[int, str] = {}
         self.saves = saves
         self._on_result, self._asking = on_result, Lock()
+        # All arrays of a task have one.
+        self._seeds: dict[Task, int] = {}
         self.plan = plan
         # For each array that runs eagerly, the reason.
         self.eager: dict[int, str] = {}
@@ -221,7 +225,10 @@ class _TrainRun:
         # Called after `state.close`, when the tensors have their own memory again.
         stack.callback(stopped.put_back)
         stack.callback(state.close)
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if setup.task.seed is None else setup.task.seed
+        if setup.task not in self._seeds:
+            drawn = torch.randint(1 << 62, (), device="cpu") if setup.task.seed is None else setup.task.seed
+            self._seeds[setup.task] = int(drawn)
+        seed = self._seeds[setup.task]
         streams = [stream] if evaluation is None else [stream, evaluation]
         eager = self._eager_reason(index, recipe, saved)
         training = self._training(index, state, names, streams, limits, seed if saved is None else saved["seed"], eager)
