@@ -26,7 +26,7 @@ from hfusion.tasks.training_report import Report
 class Cluster:
     """Many devices, each with a process that trains one array after the other: ``hf.train(tasks, cluster)``.
 
-    The driver, which calls `hfusion.train`, places whole arrays, the longest first, by rates that each device measures.
+    The driver, which calls `hfusion.train`, places tasks and their arrays, the largest first; workers plan the tasks.
     Models and data are sent to each node once. An array whose process or node is lost starts again on another device:
     from its last checkpoint, if ``hf.train(checkpoint=...)`` names a folder that all nodes reach.
 

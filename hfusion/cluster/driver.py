@@ -12,11 +12,12 @@ import torch
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.jobs import PlacedArray, SharedParts
-from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, Raised
+from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost
 from hfusion.cluster.node import ArrayDone, Divided, Message, ResultMessage, StopQuery, loader_generators
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import EventLog, first_line
+from hfusion.device.forked_worker import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
@@ -104,8 +105,8 @@ class Drive:
             self._divide(self._running_arrays[device], message.arrays)
         elif isinstance(message, StopQuery):
             self._executor.answer(device, self._answer(device, *message.result_message.results))
-        elif isinstance(message, Raised):
-            self._fail(device, message.error)
+        elif isinstance(message, Failure):
+            self._fail(device, message.error_of(f"the process of {self._executor.devices[device].name!r}"))
         elif isinstance(message, ArrayDone):
             number = self._running_arrays.pop(device)
             self._placement.end(device)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hfusion.cluster.serialization import pack_message, unpack_message
+from hfusion.cluster.serialization import pack_message
 from hfusion.core.errors import HFusionError
 from hfusion.device.calibrate import Rates
+from hfusion.device.forked_worker import Failure
 
 if TYPE_CHECKING:
     from hfusion.cluster.node import ArrayJob, CallJob, Message
@@ -44,33 +43,9 @@ class Answered:
     value: Any
 
 
-@dataclass(frozen=True)
-class Raised:
-    """Training raised ``error``.
-
-    The driver receives it with the traceback as a note. If it cannot be pickled or unpickled, the driver receives a
-    RuntimeError with the same text.
-    """
-
-    error: BaseException
-
-    def __reduce__(self) -> Any:
-        try:
-            data = pack_message(self.error)
-        except Exception:
-            data = None
-        return _raised, (data, type(self.error).__name__, str(self.error), traceback.format_exception(self.error))
-
-
-def _raised(data: bytes | None, kind: str, text: str, lines: list[str]) -> Raised:
-    error: BaseException = RuntimeError(f"{kind}: {text}")
-    # An exception class may fail, or change its text, when it is unpickled.
-    with suppress(Exception):
-        original = None if data is None else unpack_message(data)
-        if isinstance(original, BaseException) and type(original).__name__ == kind and str(original) == text:
-            error = original
-    error.add_note("on the node:\n" + "".join(lines))
-    return Raised(error)
+def failure(error: BaseException) -> Failure:
+    """Return an error as a message, with its traceback. If it cannot be pickled, its text arrives."""
+    return Failure(error, pack_message)
 
 
 @dataclass(frozen=True)

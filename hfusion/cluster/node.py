@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
-from hfusion.cluster.messages import Answered, DeviceInfo, Lost, Raised
+from hfusion.cluster.messages import Answered, DeviceInfo, Lost, failure
 from hfusion.cluster.serialization import unpack
+from hfusion.device.forked_worker import Failure
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.tasks.arrange import arrays_of
@@ -126,7 +127,7 @@ class ArrayDone:
 
 
 # The last message of a job.
-End: TypeAlias = ArrayDone | Answered | Raised
+End: TypeAlias = ArrayDone | Answered | Failure
 Message: TypeAlias = ResultMessage | Divided | StopQuery | End | Lost | DeviceInfo
 
 
@@ -209,7 +210,7 @@ class ArrayTrainer:
             tell(self._trained(job, part, tell) if isinstance(job, ArrayJob) else Answered(job.call(self, part)))
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
-            tell(Raised(cause))
+            tell(failure(cause))
 
     def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone:
         # Each array unpacks its own copies, since iterating over a loader changes its state.

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hfusion.cluster.messages import DeviceInfo, Lost, Raised
+from hfusion.cluster.messages import DeviceInfo, Lost, failure
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, Message
 from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message
 from hfusion.core.claimed_folder import run_folder
 from hfusion.core.errors import HFusionError
+from hfusion.device.forked_worker import Failure
 from hfusion.device.machine import Device, Machine
 
 # Seconds that a process has to end before it is killed.
@@ -81,8 +82,8 @@ class ProcessExecutor:
         except (EOFError, OSError) as error:
             name = self._machine.devices[device].name
             raise HFusionError(f"the process of the device {name!r} ended before it began") from error
-        if isinstance(message, Raised):
-            raise message.error
+        if isinstance(message, Failure):
+            raise message.error_of(f"the process of {self._machine.devices[device].name!r}")
         info: DeviceInfo = message
         return info
 
@@ -187,7 +188,7 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
         trainer = ArrayTrainer(device.name, Machine([device], host, disk))
         _send(pipe, trainer.info())
     except Exception as error:
-        _send(pipe, Raised(error))
+        _send(pipe, failure(error))
         return
     Thread(target=_hear, args=(end, trainer), daemon=True).start()
 

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from hfusion.cluster.messages import DeviceInfo, Lost, Raised
+from hfusion.cluster.messages import DeviceInfo, Lost, failure
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, End, Message
 from hfusion.cluster.serialization import pack_message, unpack_message
 from hfusion.core.errors import PlanError
@@ -206,7 +206,7 @@ class RayExecutor:
             return device, Lost(str(error).strip().splitlines()[0])
         except errors.RayError as error:
             self._running.pop(device, None)
-            return device, Raised(error)
+            return device, failure(error)
         if isinstance(message, End):
             self._running.pop(device, None)
         return device, message

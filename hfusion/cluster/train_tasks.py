@@ -83,7 +83,7 @@ def train(
             a process of its own, as by ``hf.Cluster(machine)``, with the same results. That is faster where Python
             keeps the devices waiting. The processes train with copies of the loaders, losses and optimizers. Callbacks
             and ``on_result`` run in this process.
-        progress: show a bar per task, or ten lines if the output is not a terminal or a notebook.
+        progress: show a bar per task, or ten lines if the output is not a terminal.
         checkpoint: a folder in which each task is saved during training, and from which it resumes. Finished tasks are
             not trained again. Default: no saves.
         every: the most minibatches of a task that a crash can cost; by default those of an epoch. Saves are made twice

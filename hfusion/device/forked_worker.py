@@ -105,20 +105,26 @@ class ForkedWorker:
 
 
 class Failure:
-    """An error raised in a worker, and its traceback as text. Errors that cannot be pickled keep their text only."""
+    """An error raised in a worker, and its traceback as text. Errors that cannot be pickled keep their text only.
 
-    def __init__(self, error: BaseException) -> None:
-        self._text, self._traceback = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    ``dumps``: pickles the error for the process that reads it.
+    """
+
+    def __init__(self, error: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
+        self._kind, self._text = type(error).__name__, str(error)
+        self._traceback = "".join(traceback.format_exception(error))
         self._error: bytes | None = None
         with suppress(Exception):
-            data = pickle.dumps(error)
-            # An exception class may fail, or change its text, when it is unpickled.
-            if str(pickle.loads(data)) == str(error):
-                self._error = data
+            self._error = dumps(error)
 
     def error_of(self, worker: str) -> BaseException:
         """Return the error with the traceback as a note that names the worker."""
-        error: BaseException = HFusionError(self._text) if self._error is None else pickle.loads(self._error)
+        error: BaseException = HFusionError(f"{self._kind}: {self._text}")
+        # An exception class may fail, or change its text, when it is unpickled.
+        with suppress(Exception):
+            original: Any = None if self._error is None else pickle.loads(self._error)
+            if type(original).__name__ == self._kind and str(original) == self._text:
+                error = original
         error.add_note(f"in {worker}:\n{self._traceback}")
         return error
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.core.errors import PlanError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import has_rows, is_per_member
 from hfusion.core.patience import Patience
 from hfusion.tasks.task import Task
@@ -34,8 +34,8 @@ class BestWeights:
         rule = Patience(sys.maxsize) if task.patience is None else task.patience
         self._patience = rule.renewed()
         self._task, self._array = task, array
-        # The stacks with the best weights, and the rows that have some.
-        self._weights: dict[str, Tensor] = {}
+        # The best weights, and the rows that have some.
+        self._weights = MemberTable(len(array))
         self._kept: set[int] = set()
         self.epochs, self.evaluated = [NEVER] * len(array), 0
         for name, param in array.named_parameters():
@@ -62,40 +62,34 @@ class BestWeights:
         self.evaluated += 1
         return improved, [row for row, count in enumerate(waited) if self._patience.is_over(count)]
 
-    @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
         """Copy the current weights of ``rows`` to the host. The array's tensors must be up to date."""
-        if not self._task.restores_best or not rows:
-            return
-        for name, stack in self._stacks().items():
-            if name in self._weights:
-                self._weights[name][list(rows)] = stack[list(rows)].cpu()
-            else:
-                self._weights[name] = stack.to("cpu", copy=True)
-        self._kept.update(rows)
+        if self._task.restores_best and rows:
+            self._weights.put(rows, self._table().take(rows).to("cpu"))
+            self._kept.update(rows)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Write each member's best weights into the array. A member without any keeps its weights."""
-        rows = sorted(self._kept)
-        for name, stack in self._stacks().items() if rows else ():
-            stack[rows] = self._weights[name][rows].to(stack.device)
+        if rows := sorted(self._kept):
+            self._table().put(rows, self._weights.take(rows))
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint, without the evaluation losses; None if no weights are kept."""
         if not self._task.restores_best:
             return None
         rows = [row in self._kept for row in range(len(self.epochs))]
-        return {"rule": self.rule, "rows": rows, "weights": self._weights}
+        return {"rule": self.rule, "rows": rows, "weights": self._weights.columns}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Load the weights of a checkpoint. The earlier losses must be passed to `count`."""
         if state is not None:
-            self._weights = {name: stack.clone() for name, stack in state["weights"].items()}
+            self._weights.columns = {name: stack.clone() for name, stack in state["weights"].items()}
             self._kept = {row for row, kept in enumerate(state["rows"]) if kept}
 
-    def _stacks(self) -> dict[str, Tensor]:
-        """Return the stacks ``[B, *shape]`` that training changes, by key. Tied tensors appear once."""
+    def _table(self) -> MemberTable:
+        """Return the live stacks ``[B, *shape]`` that training changes, by key. Tied tensors appear once."""
         changed = [item for item in changed_tensors(self._array).items() if has_rows(item[1])]
         first = {id(tensor): name for name, tensor in reversed(changed)}
-        return {name: tensor.detach() for name, tensor in changed if first[id(tensor)] == name}
+        return MemberTable(
+            len(self._array), {name: tensor.detach() for name, tensor in changed if first[id(tensor)] == name}
+        )

@@ -107,9 +107,9 @@ class Border:
     def _trained(self, step: int, broken: Callable[[], bool]) -> None:
         epoch = self.setup.task.epoch
         if self.scheduler is not None and self.plan.closes(step):
-            self.scheduler.stepped(lambda: self._losses(step, step + 1), self.stopped.rows)
+            self.scheduler.step("step", lambda: self._losses(step, step + 1), self.stopped.rows)
         if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
-            self.scheduler.epoch(lambda: self._losses(step + 1 - epoch, step + 1), self.stopped.rows)
+            self.scheduler.step("epoch", lambda: self._losses(step + 1 - epoch, step + 1), self.stopped.rows)
         if self._on_result is not None:
             self.arrive()
             self._stop(self._ask(self._step(step)), broken)
@@ -117,7 +117,7 @@ class Border:
     def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
         evaluation = self._evaluation(epoch)
         if self.scheduler is not None:
-            self.scheduler.epoch(lambda: evaluation.losses, self.stopped.rows)
+            self.scheduler.step("epoch", lambda: evaluation.losses, self.stopped.rows)
         self._tell(evaluation)
         over = self._count(evaluation, broken)
         self._stop({*over, *self._ask(evaluation)}, broken)

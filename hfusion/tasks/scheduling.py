@@ -22,22 +22,18 @@ class TaskScheduler:
         if not isinstance(scheduler, lr_scheduler.LRScheduler):
             makes = scheduler if callable(scheduler) else [scheduler[member] for member in members]
             self.scheduler = PerMember(optimizer, makes)
-        self._every_step = task.scheduler_interval == "step"
+        self._interval = task.scheduler_interval
 
-    def stepped(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
-        """Step the scheduler after an optimizer step, if its interval is a step. ``rows``: members that go on.
+    def step(self, interval: str, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
+        """Step the scheduler if its interval, a ``"step"`` of the optimizer or an ``"epoch"``, has ended.
 
-        ``losses()`` returns ``[1, B]``. It may wait, so it is called only if a member has a ReduceLROnPlateau.
+        Args:
+            losses: returns ``[n, B]``, of the step, or of the evaluation or training of the epoch. It may wait, so it
+                is called only if a member has a ReduceLROnPlateau.
+            rows: the members that go on.
         """
-        if self._every_step:
-            self._step(losses, rows)
-
-    def epoch(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
-        """Step after an epoch, if that is the interval. ``losses()``: ``[n, B]`` of its evaluation or training."""
-        if not self._every_step:
-            self._step(losses, rows)
-
-    def _step(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
+        if interval != self._interval:
+            return
         if isinstance(self.scheduler, PerMember):
             metrics = losses().mean(0) if any(self.scheduler.takes_metrics) else None
             self.scheduler.step(metrics=metrics, rows=rows)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
@@ -158,48 +156,3 @@ def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
         # Without persistent workers, each iterator of a DataLoader starts its own workers.
         if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
             yield loader
-
-
-def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
-    """Return a context manager per array to enter for reading: a lock for arrays that read from the same object.
-
-    Such an object is, for example, a data set with an open file. Workers of a DataLoader have their own copies.
-    """
-    first: dict[int, int] = {}
-    # Union-find: the parent of each array, which is the array itself for the root of a group.
-    parents = list(range(len(arrays)))
-
-    def group(index: int) -> int:
-        while parents[index] != index:
-            parents[index] = index = parents[parents[index]]
-        return index
-
-    # References are held, so that no id is reused.
-    read_objects = [[source for loader in loaders for source in _read_from(loader, set())] for loaders in arrays]
-    for index, objects in enumerate(read_objects):
-        for source in objects:
-            parents[group(index)] = group(first.setdefault(id(source), index))
-    groups = [group(index) for index in range(len(arrays))]
-    locks = {number: Lock() for number, count in Counter(groups).items() if count > 1}
-    return [locks.get(number) or nullcontext() for number in groups]
-
-
-def _read_from(value: Any, visited: set[int]) -> Iterator[object]:
-    """Yield the objects whose state reading ``value`` may change: loaders, data sets, samplers, files."""
-    if id(value) in visited or isinstance(value, str | bytes | Tensor | nn.Module | type):
-        return
-    visited.add(id(value))
-    if isinstance(value, Mapping):
-        yield from _read_from(list(value.values()), visited)
-    elif isinstance(value, list | tuple):
-        # Decide by the first item, since the list may hold all the data.
-        head = list(_read_from(value[0], visited)) if value else []
-        yield from head
-        for item in value[1:] if head else ():
-            yield from _read_from(item, visited)
-    elif any(hasattr(type(value), name) for name in ("__getitem__", "__iter__", "read")):
-        if isinstance(value, DataLoader) and value.num_workers:
-            return
-        yield value
-        for attribute in getattr(value, "__dict__", {}).values():
-            yield from _read_from(attribute, visited)

@@ -101,7 +101,7 @@ class Stream:
     Args:
         planned: the largest inputs that the plan allows.
         devices: the devices that may compute the array.
-        turn: the context manager to read within, see `turns`.
+        turn: held while a minibatch is read. Workers of a DataLoader read from copies, so they need none.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Stream:
         self._planned = planned
         self._devices = devices
         self._pins = any(backend(device).pins for device in devices)
-        self._turn = turn or nullcontext()
+        self._turn = turn if turn is not None and not getattr(loader, "num_workers", None) else nullcontext()
         self._open: Iterator[Any] | None = None
         self._resumed: Position | None = None
         self._began: Position | None = None

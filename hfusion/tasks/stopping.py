@@ -14,6 +14,7 @@ from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint.save import member_stacks
 from hfusion.core.errors import PlanError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import has_rows
 from hfusion.optim.base import FusedOptimizer
 from hfusion.tasks.best_weights import BestWeights
@@ -79,7 +80,7 @@ class StoppedMembers:
         self._optimizer = optimizer
         self._epochs = task.epochs
         self.best = BestWeights(task, array) if task.patience is not None or task.restore_best else None
-        self._stopped_copies: list[tuple[list[int], dict[str, Tensor]]] = []
+        self._stopped_copies: list[tuple[list[int], MemberTable]] = []
 
     @property
     def rows(self) -> list[int]:
@@ -103,8 +104,7 @@ class StoppedMembers:
         if not self.all:
             self._check_apart(list(fresh))
         rows = [self._members.index(member) for member in fresh]
-        copies = {key: stack[rows].to("cpu", copy=True) for key, stack in self._stacks().items()}
-        self._stopped_copies.append((rows, copies))
+        self._stopped_copies.append((rows, self._table(self._stacks()).take(rows).to("cpu")))
 
     def resume(self, steps: Mapping[int, int]) -> None:
         """Stop members that had stopped in the resumed run. The array must hold their final state."""
@@ -119,11 +119,13 @@ class StoppedMembers:
         hidden[..., self.rows] = losses[..., self.rows]
         return hidden
 
-    def write(self, stacks: Mapping[str, Tensor]) -> None:
+    def write(self, stacks: dict[str, Tensor]) -> None:
         """Write the copies of stopped members into their rows of ``stacks``, which may hold other keys, too."""
         for rows, copies in self._stopped_copies:
-            for key, values in copies.items():
-                stacks[key][rows] = values.to(stacks[key])
+            self._table(stacks).put(rows, copies)
+
+    def _table(self, stacks: dict[str, Tensor]) -> MemberTable:
+        return MemberTable(len(self._members), stacks)
 
     def put_back(self) -> None:
         """Write stopped members back into the array and optimizer and, once training is over, all best weights."""

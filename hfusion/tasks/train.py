@@ -40,11 +40,10 @@ from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.minibatch_border import Border, all_heard
 from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly, spilled_reason
 from hfusion.tasks.scheduling import TaskScheduler
-from hfusion.tasks.sharing import turns
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
-from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, in_order
+from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, joined
 
 
 class TrainError(HFusionError):
@@ -170,7 +169,8 @@ class _TrainRun:
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
-        self._turns = turns([(arrangement.task.loader, arrangement.task.eval_loader) for arrangement in arrangements])
+        # Held while a minibatch is read: loaders of several tasks may read from one data set or file.
+        self._turn = Lock()
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
         self.borders = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
         self.plan = replace(plan, tasks=tuple(border.plan for border in self.borders))
@@ -201,13 +201,13 @@ class _TrainRun:
         trained = frozenset(n for n, t in named_tensors.items() if t.requires_grad and id(t) in optimized)
         limits = clip_limits(setup)
         loss, devices = PerModel(setup.task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
-        stream, recipe = setup.trained(plan, loss, devices, self._turns[index])
+        stream, recipe = setup.trained(plan, loss, devices, self._turn)
         stack.callback(stream.close)
         held = holdings([part.keys for part in recipe.parts], names, trained)
         evaluation = None
         if setup.task.eval_loader is not None:
             alike = [holding.all for holding in held]
-            evaluation, also = setup.evaluated(setup.task.eval_loader, loss, devices, names, alike, self._turns[index])
+            evaluation, also = setup.evaluated(setup.task.eval_loader, loss, devices, names, alike, self._turn)
             stack.callback(evaluation.close)
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
@@ -358,26 +358,29 @@ class _TrainRun:
         for index, arrangement in enumerate(self.arrangements):
             arrays[arrangement.task].append(index)
         tasks = {
-            task.name: self._task_report(task, group) for task, group in arrays.items() if finished.issuperset(group)
+            task.name: joined(list(map(self._part, group)))
+            for task, group in arrays.items()
+            if finished.issuperset(group)
         }
         return Report(tasks, self.plan, self._timeline(engine), engine.peak)
 
-    def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
-        borders = [self.borders[index] for index in indices]
-        losses = in_order([(item.setup.members, item.training.losses) for item in borders])
-        evaluated = None
+    def _part(self, index: int) -> tuple[tuple[int, ...], TaskReport]:
+        """Return the members and the results of an array."""
+        setup, border = self.arrangements[index], self.borders[index]
+        task, training, best = setup.task, border.training, border.stopped.best
+        losses, evaluated = torch.stack(training.losses), None
         if task.eval_loader is not None:
-            rows = in_order([(item.setup.members, item.training.evaluations) for item in borders]).to(losses.dtype)
+            rows = torch.stack([losses[0], *training.evaluations])[1:].to(losses.dtype)
             evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
-        arrays = tuple((item.setup.members, item.setup.array) for item in borders)
-        stopped = {member: steps for item in borders for member, steps in item.stopped.steps.items()}
-        array_reports = tuple(map(self._array_report, indices))
-        epochs = None
-        if task.restores_best:
-            best = [(item.setup.members, item.stopped.best) for item in borders if item.stopped.best is not None]
-            epochs = in_order([(members, [torch.tensor(kept.epochs, device="cpu")]) for members, kept in best])[0]
-        rates = in_order([(self.arrangements[index].members, [self._rates[index]]) for index in indices])[0]
-        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), rates, arrays, array_reports, epochs)
+        return setup.members, TaskReport(
+            losses,
+            evaluated,
+            border.stopped.steps,
+            self._rates[index],
+            ((setup.members, setup.array),),
+            (self._array_report(index),),
+            torch.tensor(best.epochs, device="cpu") if task.restores_best and best is not None else None,
+        )
 
     def _array_report(self, index: int) -> ArrayReport:
         arrangement, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]

@@ -187,36 +187,25 @@ def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
     return [*rows[: _MAX_ROWS - 1 - last], left_out, *rows[-last:]]
 
 
-def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
-    """Merge rows of values of arrays into ``[rows, B]`` in member order; NaN after the end of a shorter array."""
-    members = [member for array_members, _ in arrays for member in array_members]
-    steps = max(len(losses) for _, losses in arrays)
-    blocks = []
-    for array_members, losses in arrays:
-        missing = torch.full((steps - len(losses), len(array_members)), torch.nan, device="cpu")
-        stacked = torch.stack([*losses]) if losses else missing
-        blocks.append(stacked if len(stacked) == steps else torch.cat([stacked, missing.to(stacked.dtype)]))
-    return torch.cat(blocks, 1)[:, torch.tensor(members, device="cpu").argsort()]
-
-
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
-    """Merge the reports of a task's arrays, each given with its members."""
-    array_members = [sorted(members) for members, _ in parts]
-    losses = in_order([(members, [*part.losses]) for members, (_, part) in zip(array_members, parts, strict=True)])
-    evaluated = None
-    evaluations = [part.eval_losses for _, part in parts if part.eval_losses is not None]
-    if evaluations:
-        rows = in_order(
-            [
-                (members, [*array_losses.flatten(0, 1)])
-                for members, array_losses in zip(array_members, evaluations, strict=True)
-            ]
-        )
-        evaluated = rows.unflatten(0, (-1, evaluations[0].shape[1]))
-    stopped = {member: steps for _, part in parts for member, steps in part.stopped.items()}
-    arrays = tuple(array for _, part in parts for array in part._arrays)
-    rates = in_order([(members, [part.rates]) for members, (_, part) in zip(array_members, parts, strict=True)])[0]
-    best = [[part.best_epochs] for _, part in parts if part.best_epochs is not None]
-    epochs = in_order([*zip(array_members, best, strict=True)])[0] if best else None
-    reports = tuple(array for _, part in parts for array in part.arrays)
-    return TaskReport(losses, evaluated, stopped, rates, arrays, reports, epochs)
+    """Merge the reports of a task's arrays, each given with its members in the order of its columns."""
+    reports = [report for _, report in parts]
+    order = torch.tensor([member for members, _ in parts for member in members], device="cpu").argsort()
+
+    def in_order(columns: Sequence[Tensor]) -> Tensor:
+        """Return values ``[rows, ..., B]`` in member order; NaN after the end of a shorter array."""
+        rows = max(map(len, columns))
+        blocks = [torch.cat([c, c.new_full((rows - len(c), *c.shape[1:]), torch.nan)]) for c in columns]
+        return torch.cat(blocks, -1)[..., order]
+
+    evaluations = [report.eval_losses for report in reports if report.eval_losses is not None]
+    epochs = [report.best_epochs for report in reports if report.best_epochs is not None]
+    return TaskReport(
+        in_order([report.losses for report in reports]),
+        in_order(evaluations) if evaluations else None,
+        dict(sorted((member, steps) for report in reports for member, steps in report.stopped.items())),
+        torch.cat([report.rates for report in reports])[order],
+        tuple(array for report in reports for array in report._arrays),
+        tuple(array for report in reports for array in report.arrays),
+        torch.cat(epochs)[order] if epochs else None,
+    )

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, Raised
-from hfusion.device.forked_worker import ForkedWorker, why_no_fork
-from hfusion.device.openmp import torch_threads
+from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost
+from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
+from hfusion.device.team import torch_threads
 from hfusion.tune.space import ModelMaker, TrialModel
 from hfusion.tune.trial_rows import PlainTrial, SweepRecipe, TrialRows
 
@@ -378,8 +378,8 @@ class SweepWorkers:
                         # No call is repeated.
                         self._sent[name].calls, self._sent[name].done = [], 0
                 self._results |= message.value
-            elif isinstance(message, Raised):
-                raise message.error
+            elif isinstance(message, Failure):
+                raise message.error_of(f"the process of {self._executor.devices[worker].name!r}")
             elif isinstance(message, Lost):
                 self._lose(worker, self._running.pop(worker, {}), message.reason)
 

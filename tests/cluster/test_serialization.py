@@ -18,7 +18,7 @@ from torch import Tensor, nn
 cloudpickle = pytest.importorskip("cloudpickle")
 
 import hfusion as hf  # noqa: E402
-from hfusion.cluster.messages import Raised  # noqa: E402
+from hfusion.cluster.messages import failure  # noqa: E402
 from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message  # noqa: E402
 from tests.cluster.ray_environment import RAY_ENVIRONMENT  # noqa: E402
 
@@ -92,17 +92,17 @@ def local_error() -> Exception:
         (KeyError("no"), KeyError, "'no'"),
         (hf.PlanError("no"), hf.PlanError, "no"),
         (copied("Known")("no"), Known, "no"),
-        (Refused(3), RuntimeError, "Refused: refused with 3"),
-        (local_error(), RuntimeError, "Local: no"),
-        (ValueError(threading.Lock()), RuntimeError, "ValueError: <unlocked"),
+        (Refused(3), hf.HFusionError, "Refused: refused with 3"),
+        (local_error(), hf.HFusionError, "Local: no"),
+        (ValueError(threading.Lock()), hf.HFusionError, "ValueError: <unlocked"),
     ],
     ids=["builtin", "package", "script", "other arguments", "local", "lock"],
 )
 def test_errors_come_back_with_their_traceback(error: Exception, kind: type[Exception], text: str) -> None:
-    back: BaseException = unpack_message(pack_message(Raised(error))).error
+    back: BaseException = unpack_message(pack_message(failure(error))).error_of("a process")
     assert type(back) is kind
     assert str(back).startswith(text)
-    assert back.__notes__[-1].startswith("on the node:\n")
+    assert back.__notes__[-1].startswith("in a process:\n")
 
 
 @pytest.mark.cluster

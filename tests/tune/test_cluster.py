@@ -151,7 +151,7 @@ def test_errors_of_the_processes_are_raised_here(temporary: Path) -> None:
             epochs=1,
             machine=processes(1),
         )
-    assert any("on the node" in note for note in caught.value.__notes__)
+    assert any("in the process of" in note for note in caught.value.__notes__)
     assert {trial.state.name for trial in study.trials} == {"FAIL"}
     assert nothing_left(temporary, before)
 
