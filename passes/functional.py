@@ -8,7 +8,7 @@ parameters, which autograd does not see: later reads of the parameter read its m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
 from hfusion.passes.candidates import Unbatchable
-from hfusion.passes.islands import OPAQUE, Watched, checked
+from hfusion.passes.islands import OPAQUE, check_calls
 from hfusion.passes.side_effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.views import (
     IDENTITY,
@@ -56,14 +56,14 @@ def functional(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[
     Raises:
         FusionError: a write to any other placeholder, or a write that has no functional form.
     """
-    watched = checked(graph, viewed, RUNNING_STATISTICS)
+    check_calls(graph, viewed, RUNNING_STATISTICS)
     positions = {node: k for k, node in enumerate(graph.nodes)}
     state = Rewriting(fx.Graph(), position=positions, parameters=parameters)
     for node in graph.nodes:
         if differentiable(state, node, writable):
             state.differentiable.add(node)
         try:
-            _rewrite(state, node, writable, watched)
+            _rewrite(state, node, writable)
         except FusionError as error:
             raise Unbatchable(node, str(error)) from error
     remove_dead(state.graph)
@@ -71,9 +71,9 @@ def functional(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[
     return state.graph
 
 
-def _rewrite(state: Rewriting, node: fx.Node, writable: frozenset[str], watched: Mapping[fx.Node, Watched]) -> None:
+def _rewrite(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> None:
     if node.target is OPAQUE:
-        _call_members(state, node, watched[node])
+        _call_members(state, node)
         return
     if node.target is aten.detach_.default and node.args[0] not in state.differentiable:
         # As of torch.tensor(x.shape[0]): no gradient is cut off.
@@ -142,12 +142,13 @@ def _assign(state: Rewriting, written: fx.Node, value: fx.Node, node: fx.Node) -
             state.current[view] = _replay(state, view)
 
 
-def _call_members(state: Rewriting, node: fx.Node, watched: Watched) -> None:
+def _call_members(state: Rewriting, node: fx.Node) -> None:
     """Emit a call of the members' own code, which writes in place: later reads see the tensors it wrote."""
     changing, call = node.args[2], node.args[3]
     places = [_in_memory(state, tensor, node) for tensor in changing]  # type: ignore[union-attr, arg-type]
     state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
-    new.args = (*new.args[:2], places, call, [], [], watched.apart, watched.alive, new.args[8])
+    # What was seen has been checked; members may differ in it.
+    new.args = (*new.args[:2], places, call, [], False)
     for tensor, buffer in zip(changing, places, strict=True):  # type: ignore[arg-type]
         assert isinstance(tensor, fx.Node)
         # Once more a node of its own: what was made of the tensor before the call is not to be used again.

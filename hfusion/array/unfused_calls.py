@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from hfusion.capture.fallback_runtime import OtherSizes
+from hfusion.capture.fallback_runtime import Unforeseen
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
@@ -190,7 +190,7 @@ def _joined_leaves(parts: Sequence[Any]) -> Any:
 
 # Failed assertions in forward: the members are called in turn, so that one raises its own error.
 
-REFUSALS = (OtherSizes, FailedCheck)
+REFUSALS = (Unforeseen, FailedCheck)
 """Errors raised by a program that is not valid for its inputs, so that another has to be compiled."""
 
 

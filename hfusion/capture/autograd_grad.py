@@ -88,7 +88,6 @@ def _gradients(
             [operand.detach() for operand in seeds],
         ]
         module = make_fx(product, decomposition_table=_decompositions())(*args)
-        _check_second(module, args)
     if not allow_unused and not all(product.source_is_used):
         raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
     arguments = [*inputs, *map(bound, product.others), *seeds]
@@ -220,22 +219,6 @@ def _check_operator(node: fx.Node, between: bool) -> None:
             raise FusionError(f"forward takes a derivative through {target}, which draws random numbers")
     elif between and target is not operator.getitem:
         raise FusionError(f"forward takes a derivative through {target}, which is no operator of ATen")
-
-
-def _check_second(module: fx.GraphModule, args: Any) -> None:
-    """Raise FusionError if the remaining backward operators of ``module`` have no derivative in torch."""
-    operators = [
-        n.target for n in module.graph.nodes if isinstance(n.target, OpOverload) and "backward" in str(n.target)
-    ]
-    if not operators:
-        return
-    leaves = [t.requires_grad_() for group in args for t in group if isinstance(t, Tensor) and t.is_floating_point()]
-    try:
-        results = [result for result in module(*args) if result.requires_grad]
-        if results:
-            torch.autograd.grad(results, leaves, [torch.ones_like(result) for result in results], allow_unused=True)
-    except (NotImplementedError, RuntimeError) as error:
-        raise FusionError(f"the derivative of forward has {operators[0]}, of which torch has no derivative") from error
 
 
 @cache

@@ -1,16 +1,20 @@
-"""Find the smallest submodules that keep a model from being captured, which must run as eager fallbacks.
+"""Find the smallest submodules that keep a model from being captured, and capture around them.
 
-`Fitness` decides whether a submodule can run separately, in a loop over members. `survey` finds all submodules that
-raise in one trace: it replaces the result of each by the recorded one, and continues the trace. `culprits` goes on
-with those around them until a graph is right.
+`record` records the calls of all submodules in one eager run. `Fitness` decides whether a submodule can run
+separately, in a loop over members. `survey` finds all submodules that raise in one trace: it replaces the result of
+each by the recorded one, and continues the trace. `culprits` goes on with those around them until a graph is right.
+In the graph, `opaque` makes each one call that loops over the members at run time.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import operator
+import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -19,21 +23,31 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.address_access import fills_memory
-from hfusion.capture.attribute_fingerprint import RegisteredKey, contents
+from hfusion.capture.attribute_fingerprint import RegisteredKey, contents, python_attributes
+from hfusion.capture.attribute_writes import names_written
+from hfusion.capture.eager_runs import apart, call_on_copies, twin
 from hfusion.capture.export import capture, reason
-from hfusion.capture.fallback_runtime import OpaqueCall
-from hfusion.capture.fallback_tracing import opaque, stand_in
+from hfusion.capture.fallback_runtime import (
+    TENSOR,
+    OpaqueCall,
+    Result,
+    numbered,
+    share_memory,
+)
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
-from hfusion.capture.module_call_trace import RecordedCall, Records
-from hfusion.capture.python_reads import MEMORY_QUESTIONS
-from hfusion.capture.reachable_code import names_of
+from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS
+from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity, restored
+from hfusion.capture.reachable_code import holders_of, names_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.tensor_references import references
-from hfusion.core.copies import module_copy
+from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError, KeepsState
-from hfusion.core.memory import tensors_in
+from hfusion.core.guards import fixed as fixed_size
+from hfusion.core.memory import memory_order, same_values, tensors_in
+from hfusion.core.python_values import PLAIN, IdentityRef, Link, container_key, parts, walk
+from hfusion.core.tree import know_dataclasses
 from hfusion.passes.candidates import Unbatchable
+from hfusion.passes.islands import OPAQUE
+from hfusion.torch_private.functorch import is_wrapped
 
 # Types other than tensors that arguments and results of a fallback may have; their values are equal for all members.
 ARGUMENTS = (
@@ -51,6 +65,261 @@ ARGUMENTS = (
 )
 # Types of results of a submodule, which are the same at every call. Floats are mostly computed from values of tensors.
 _RESULTS = (str, int)
+
+
+# The calls of submodules in one eager run.
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """One call of an island.
+
+    Attributes:
+        number, inside: the number of the call, and the numbers of the calls around it, outermost first.
+        orders, written, shares: see `OpaqueCall`.
+        attached: whether a result needs a gradient although autograd was off.
+        altered: whether it changed a list or dict among its arguments.
+    """
+
+    island: Island
+    number: int
+    inside: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    orders: tuple[tuple[int, ...] | None, ...]
+    written: frozenset[int]
+    shares: bool
+    attached: bool
+    altered: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The recorded calls of one run of a model.
+
+    Attributes:
+        calls: the calls in the order in which they began.
+        changed: the keys of the model's tensors that the run changed.
+        failed: the islands with a call that raised an error, which forward caught.
+        modes: see `Capture`.
+        state: how the model's Python state changes during the run.
+    """
+
+    calls: Sequence[RecordedCall]
+    changed: frozenset[str]
+    failed: frozenset[Island]
+    modes: Mapping[str, bool]
+    state: StateWatch
+
+    @property
+    def top(self) -> RecordedCall:
+        """The call of the whole forward."""
+        return next(call for call in self.calls if call.island == WHOLE and not call.inside)
+
+    def of(self, island: Island) -> list[RecordedCall]:
+        return [call for call in self.calls if call.island == island]
+
+    def outside(self, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
+        """Return the calls of ``island`` that are not inside a call of one of the ``stubs``."""
+        entered = {call.number for call in self.calls if call.island in stubs}
+        return [call for call in self.of(island) if entered.isdisjoint(call.inside)]
+
+    def callers(self, island: Island) -> list[Island]:
+        """Return the islands that call ``island`` directly."""
+        by_number = {call.number: call.island for call in self.calls}
+        return [by_number[call.inside[-1]] for call in self.of(island) if call.inside and call.inside[-1] in by_number]
+
+
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    modes: Mapping[str, bool],
+    recorded: Sequence[Island],
+) -> Records:
+    """Run a copy of ``model`` and record the calls in it. Inputs and random states are not changed.
+
+    Args:
+        modes: see `Capture`.
+        recorded: the islands whose calls are recorded, with that of the whole forward.
+
+    Raises:
+        FusionError: forward is no plain method.
+    """
+    if WHOLE not in islands(model):
+        raise FusionError(
+            f"forward of {type(model).__name__} is no plain method, and can only run in a loop over members; define it "
+            "by def forward(self, ...)"
+        )
+    member = twin(model)
+    recorder = _CallRecorder(StateWatch(member))
+    registered = dict(tensors(member))
+    before = {name: _state(tensor) for name, tensor in registered.items()}
+    with restored(model), apart(member):
+        args, kwargs = copies((args, dict(kwargs)))
+        with intercepted(member, recorded, recorder.call):
+            call_on_copies(member, args, kwargs)
+        after, originals = dict(tensors(member)), dict(tensors(model))
+        changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
+        changed |= {
+            name
+            for name in registered
+            if registered[name] is not after[name] or _state(registered[name]) != before[name]
+        }
+    calls = [call for call in recorder.calls if call is not None]
+    return Records(calls, frozenset(changed), frozenset(recorder.failed), modes, recorder.state)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Return version and address; a write changes the former, an assignment of ``tensor.data`` the latter."""
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+@dataclass
+class _CallRecorder:
+    """Records calls.
+
+    Attributes:
+        calls: the calls by number; None for those that raised an error, or have not ended.
+        failed: the islands that raised errors.
+        open: the numbers of the calls that have not ended.
+    """
+
+    state: StateWatch
+    calls: list[RecordedCall | None] = field(default_factory=list)
+    failed: set[Island] = field(default_factory=set)
+    open: list[int] = field(default_factory=list)
+
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``method``, and record the call."""
+        island, module, number = method.island, method.module, len(self.calls)
+        know_dataclasses((args, kwargs))
+        own = [tensor for _, tensor in tensors(module)]
+        # Tensors wrapped by torch.func's transforms mean nothing outside of them.
+        if any(map(is_wrapped, [*tensors_in((args, kwargs)), *own])):
+            return method.original(*args, **kwargs)
+        self.state.look(island, module)
+        self.calls.append(None)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        inputs = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors_in(leaves)]
+        self.open.append(number)
+        try:
+            output = method.original(*args, **kwargs)
+        except Exception:
+            self.failed.add(island)
+            raise
+        finally:
+            self.open.pop()
+        know_dataclasses(output)
+        results = tensors_in(output)
+        self.state.look(island, module)
+        if any(map(is_wrapped, results)):
+            return output
+        later_leaves, later_spec = pytree.tree_flatten((args, kwargs))
+        altered = spec != later_spec or any(a is not b for a, b in zip(leaves, later_leaves, strict=True))
+        written = frozenset(
+            k for k, (x, version, copied) in enumerate(inputs) if x._version != version or not same_values(x, copied)
+        )
+        sources = [*(x for x, _, _ in inputs), *own, *(tensor for _, tensor in tensors(module))]
+        # New containers are recorded: forward may change the originals later.
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        self.calls[number] = RecordedCall(
+            island,
+            number,
+            tuple(self.open),
+            args,
+            kwargs,
+            pytree.tree_map(lambda leaf: leaf, output),
+            tuple(memory_order(copied) for _, _, copied in inputs),
+            written,
+            share_memory(results, sources),
+            not torch.is_grad_enabled() and any(result.requires_grad for result in results),
+            altered,
+        )
+        return output
+
+
+def _path(*parts: str) -> str:
+    return ".".join(filter(None, parts))
+
+
+# Types whose contents are no state of a model.
+_LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
+# Nested levels of containers whose items are compared.
+_DEPTH = 4
+
+
+class StateWatch:
+    """Compares the Python state of ``model`` with that at the beginning of a run of its forward.
+
+    Attributes:
+        changing: the islands of which a call began or ended with another state in reach, with an attribute of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.changing: dict[Island, str] = {}
+        self._model, self._variables = model, holders_of(model)
+        self._registered = {id(tensor) for _, tensor in tensors(model)}
+        self._start = self._read("", model)
+
+    def look(self, island: Island, module: nn.Module) -> None:
+        """Compare the state in reach of ``module``, of which a call begins or ends."""
+        if island not in self.changing:
+            state, prefix = self._read(island.path, module), f"{island.path}." if island.path else ""
+            before = {name: key for name, key in self._start.items() if name.startswith(prefix) or name in state}
+            changed = [name for name in {**before, **state} if before.get(name) != state.get(name)]
+            if changed:
+                self.changing[island] = min(changed)
+
+    def _read(self, path: str, module: nn.Module) -> dict[str, Any]:
+        """Return the attributes of ``module`` and of its submodules, and all variables that code names."""
+        held = {
+            _path(path, inner, name): container_key(value, self._key, _DEPTH)
+            for inner, part in module.named_modules(remove_duplicate=False)
+            for name, value in python_attributes(part)
+        }
+        return held | dict(compared_variables(self._variables))
+
+    def _key(self, value: Any) -> Any:
+        # What is written into registered tensors is no Python state.
+        return IdentityRef(value) if id(value) in self._registered else identity(value)
+
+    def written(self, island: Island) -> str | None:
+        """Return an attribute in reach of ``island`` that forward changes, or may change; None if there is none."""
+        if island in self.changing:
+            return self.changing[island]
+        modules = list(self._model.get_submodule(island.path).modules())
+        held = {id(module): [(name, value) for name, value in python_attributes(module)] for module in modules}
+
+        def visit(holder: Any) -> list[Any]:
+            if not isinstance(holder, nn.Module):
+                held[id(holder)] = [
+                    (name if link is Link.ATTRIBUTE else "", part) for link, name, part in parts(holder)
+                ]
+            return [value for _, value in held[id(holder)] if not isinstance(value, _LEAVES)]
+
+        reached = walk(modules, visit)
+        # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
+        files = {type(module).__module__ for module in modules}
+        assigned, filled = self._names_written
+        return min(
+            (
+                name
+                for key, holder in reached.items()
+                for name, value in held[key]
+                if (name in assigned and (type(holder).__module__ in files or type(holder) is types.SimpleNamespace))
+                or (name in filled and isinstance(value, MUTABLE_CONTAINERS))
+            ),
+            default=None,
+        )
+
+    @cached_property
+    def _names_written(self) -> tuple[frozenset[Any], frozenset[Any]]:
+        return names_written(self._model)
+
+
+# Which submodules run in a loop.
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +347,8 @@ class Fitness:
                         f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
                         f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
                     )
-            if call.addresses and not self._own_only(island, call):
-                return f"{label} uses the address of memory that tensors outside share; use slices, or give it a copy"
+            if call.attached and island != WHOLE:
+                return f"{label} gives results with a gradient while gradients are off; switch them on around it"
             if call.altered and island != WHOLE:
                 return f"{label} changes a list, dict or object among its arguments; return what it adds"
             for leaf in pytree.tree_leaves((call.args, call.kwargs)):
@@ -92,48 +361,28 @@ class Fitness:
                 f"{label} has Python state in its attribute {written}, which may change while forward runs; give it as "
                 "an argument, and return it"
             )
-        read = MEMORY_QUESTIONS.keys() & self._names_in_code
+        read = (MEMORY_QUESTIONS.keys() | ADDRESSES) & self._names_in_code
         if island != WHOLE and read and (read := read & names_of([self.model.get_submodule(island.path)])):
             return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
-        held = next(self._held(island), None)
-        if held is None:
-            return None
-        return (
-            f"{label} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
-            "register it as a parameter, buffer or submodule"
-        )
+        if (held := self._outside(island)) is not None:
+            return (
+                f"{label} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
+                "register it as a parameter, buffer or submodule"
+            )
+        return None
 
-    def _own_only(self, island: Island, call: RecordedCall) -> bool:
-        """Return whether each input of the call and each tensor of the island takes up its whole storage."""
-        registered = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
-        inputs = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
-        return all(map(fills_memory, (*inputs, *registered)))
+    def _outside(self, island: Island) -> tuple[str, str] | None:
+        """Return a plain attribute below ``island`` that holds a tensor or module outside of it, and its name.
 
-    def _held(self, island: Island) -> Iterator[tuple[str, str]]:
-        """Yield plain attributes below ``island`` that hold a tensor that cannot be replaced, or a module outside.
-
-        Attributes that forward's code does not name are left out. Yields pairs (attribute, name of what it holds).
+        Attributes that forward's code does not name are left out.
         """
         prefix = f"{island.path}." if island.path else ""
-        module, ids = self.model.get_submodule(island.path), {name: id(t) for name, t in tensors(self.model)}
-        replaced = {
-            (
-                f"{prefix}{reference.path}.{reference.steps[0].name}".replace("..", ".").strip("."),
-                ids[f"{prefix}{name}"],
-            )
-            for reference in references(module, self._names_in_code)
-            for name in reference.names
-        }
         for name, value in self._contents.items():
             if name.startswith(prefix) and name.rpartition(".")[2] in self._names_in_code:
                 for registered in _registered_names(value):
-                    inside = (
-                        f"{registered}.".startswith(prefix)
-                        if registered in self._paths
-                        else (name, ids[registered]) in replaced
-                    )
-                    if not inside:
-                        yield name, registered or "the whole model"
+                    if not f"{registered}.".startswith(prefix):
+                        return name, registered or "the whole model"
+        return None
 
     @cached_property
     def _names_in_code(self) -> frozenset[str]:
@@ -142,10 +391,6 @@ class Fitness:
     @cached_property
     def _contents(self) -> dict[str, Any]:
         return contents(self.model)
-
-    @cached_property
-    def _paths(self) -> frozenset[str]:
-        return frozenset(path for path, _ in self.model.named_modules())
 
 
 def _registered_names(value: Any) -> Iterator[str]:
@@ -221,8 +466,8 @@ class _Trace:
             self.raising_islands.setdefault(island, why)
         finally:
             self._open.pop()
-        call = stand_in(method, why, record, self._records.changed, self._model, self._opaque_calls)
-        return call(*args, **kwargs)
+        stub = _Stub(method, why, iter([record]), self._records.changed, [self._model], self._opaque_calls)
+        return stub.trace(args, kwargs)
 
     def _next(self, island: Island) -> RecordedCall | None:
         """Return the recorded call that matches a new call of ``island``, by its index in the surrounding call."""
@@ -253,6 +498,7 @@ def culprits(
         capture_around: captures the whole model with the given islands left out; raises if that fails.
 
     Raises:
+        KeepsState: only the array's own members can run in a loop.
         FusionError: not even the whole forward can run in a loop.
     """
     fitness = Fitness(model, records)
@@ -295,3 +541,162 @@ def _refusal(
 def module_path(node: fx.Node) -> str:
     """Return the path of the innermost submodule whose code calls ``node``; empty for the model's own code."""
     return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
+
+
+# The fallbacks in a trace.
+
+
+@contextmanager
+def opaque(
+    model: nn.Module,
+    culprits: Mapping[Island, str],
+    records: Records,
+    members: Sequence[nn.Module],
+) -> Iterator[list[OpaqueCall]]:
+    """Context manager: trace the ``culprits`` of ``model``, given with the reasons, as opaque calls.
+
+    Yields the list of the traced calls; keep it as long as the captured graph is used.
+    """
+    traced_calls: list[OpaqueCall] = []
+    recorded_calls = {island: itertools.cycle(records.outside(island, culprits.keys())) for island in culprits}
+    stubs: dict[Island, _Stub] = {}
+
+    def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        island = method.island
+        if island not in stubs:
+            stubs[island] = _Stub(
+                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls
+            )
+        return stubs[island].trace(args, kwargs)
+
+    with intercepted(model, culprits, trace):
+        yield traced_calls
+
+
+@dataclass(eq=False)
+class _Stub:
+    """Replaces a method of a submodule while forward is traced.
+
+    Attributes:
+        records: its calls in an eager run, in order.
+        changed: the keys of the model's tensors that the run changed.
+        members: every member's model.
+        traced_calls: the calls that were traced, with those of other stubs.
+    """
+
+    method: Method
+    why: str
+    records: Iterator[RecordedCall]
+    changed: frozenset[str]
+    members: Sequence[nn.Module]
+    traced_calls: list[OpaqueCall]
+
+    @cached_property
+    def bodies(self) -> tuple[nn.Module, ...]:
+        return tuple(member.get_submodule(self.method.island.path) for member in self.members)
+
+    def _holds_tensors(self, body: nn.Module) -> bool:
+        """Return whether plain attributes that code may read hold registered tensors of ``body``."""
+        names, registered = names_of([self.members[0]]), dict(tensors(body))
+        held = (value for name, value in contents(body).items() if name.rpartition(".")[2] in names)
+        return any(name in registered for value in held for name in _registered_names(value))
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add a call of `OPAQUE` to the trace, and return results of the structure of the recorded call."""
+        island, module = self.method.island, self.method.module
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [_number(leaf) for leaf in leaves]
+        if any(map(_open, leaves)):
+            raise FusionError(f"{island} takes a size that varies, and can only run in a loop over members")
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        record = next(self.records, None)
+        if record is None or len(record.orders) != len(inputs):
+            raise FusionError(
+                f"{island} is called more often, or with another number of tensors, in a capture than in an "
+                "eager run: forward must not ask whether it is traced (torch.compiler.is_compiling)"
+            )
+        prefix = f"{island.path}." if island.path else ""
+        changed = frozenset(name.removeprefix(prefix) for name in self.changed if name.startswith(prefix))
+        registered, buffers = dict(tensors(module)), dict(module.named_buffers(remove_duplicate=False))
+        changing = [key for key in registered if key in buffers or key in changed]
+        fixed = [key for key in registered if key not in changing]
+        output, out_spec = pytree.tree_flatten(record.output)
+        call = OpaqueCall(
+            str(island),
+            island.path,
+            island.method,
+            self.why,
+            tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            spec,
+            tuple(fixed),
+            tuple(changing),
+            tuple(_result(leaf, inputs) if isinstance(leaf, Tensor) else leaf for leaf in output),
+            record.orders,
+            record.written,
+            record.shares,
+            changed,
+            not names_of([module]).isdisjoint(ADDRESSES),
+            torch.is_grad_enabled(),
+            any(self._holds_tensors(body) for body in self.bodies),
+            self.bodies,
+        )
+        self.traced_calls.append(call)
+        own = [registered[key] for key in fixed], [registered[key] for key in changing]
+        fresh = iter(OPAQUE(inputs, *own, numbered(call), sorted(record.written), record.shares))
+        # torch.export takes few kinds of values (see `with_values`), and drops the fields of dataclasses that are None.
+        others = [0] * len(output) if island == WHOLE else output
+        leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
+        return pytree.tree_unflatten(leaves, out_spec)
+
+
+def with_values(graph: fx.Graph, calls_in_graph: Sequence[OpaqueCall]) -> None:
+    """Let the graph of a forward that runs as a whole member by member return its values that are no tensors."""
+    for call in calls_in_graph:
+        if call.is_whole and call.values:
+            (node,) = graph.find_nodes(op="call_function", target=OPAQUE)
+            output = next(iter(reversed(graph.nodes)))
+            results: list[Any] = list(output.args[0])
+            position = len(node.meta["val"])
+            node.meta["val"] = [*node.meta["val"], *call.values]
+            for index, value in enumerate(call.results):
+                if not isinstance(value, Result):
+                    with graph.inserting_before(output):
+                        results[index] = graph.call_function(operator.getitem, (node, position))
+                    results[index].meta["val"] = value
+                    position += 1
+            output.args = (tuple(results),)
+
+
+def _result(result: Tensor, inputs: Sequence[Tensor]) -> Result:
+    """Infer which sizes of a result are varying sizes of inputs, by comparing the sizes of a recorded call.
+
+    If the inference is wrong, a run with other sizes raises `Unforeseen`.
+    """
+    sources: list[tuple[tuple[int, int], Any]] = [
+        ((k, dim), size) for k, x in enumerate(inputs) for dim, size in enumerate(x.shape)
+    ]
+    shape: list[int | tuple[int, int]] = []
+    for dim, size in enumerate(result.shape):
+        equal = [source for source in sources if (source[1].node.hint if _open(source[1]) else source[1]) == size]
+        # Prefer a size of the same dim, then one that varies, then any other.
+        equal.sort(key=lambda source: (source[0][1] != dim, not _varies(source[1])))
+        shape.append(equal[0][0] if equal and _varies(equal[0][1]) else size)
+    return Result(tuple(shape), result.dtype, result.device)
+
+
+def _varies(size: Any) -> bool:
+    return _open(size) and fixed_size(size) is None
+
+
+def _open(leaf: Any) -> bool:
+    return isinstance(leaf, torch.SymInt)
+
+
+def _number(leaf: Any) -> Any:
+    """Return the number behind a symbol if the trace knows it; unknown sizes stay symbols."""
+    if isinstance(leaf, torch.SymInt):
+        value = fixed_size(leaf)
+        return leaf if value is None else value
+    if isinstance(leaf, torch.SymFloat):
+        return float(leaf)
+    return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf

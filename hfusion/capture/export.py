@@ -24,7 +24,6 @@ from hfusion.capture.autograd_grad import derivatives_traced
 from hfusion.capture.dynamic_sizes import open_lengths, original, size_uses
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import assigned_as_writes
-from hfusion.capture.fallback_runtime import calls
 from hfusion.capture.observe import Observation, check_state, gradient_dependence, observe
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
@@ -40,7 +39,6 @@ from hfusion.device.backend import random_states_kept
 from hfusion.ops.random import LIKE
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional, out_arguments, without_out
-from hfusion.passes.islands import OPAQUE
 from hfusion.passes.views import depends_on_strides, handed_back, writes
 from hfusion.torch_private.dispatch_modes import FakeTensor, enter_autocast, exit_autocast
 from hfusion.torch_private.export_state import (
@@ -567,7 +565,7 @@ class _Inliner:
         if not reached or enabled or new.target is operator.getitem:
             keeps = new.target not in LIKE
         else:
-            keeps = handed_back(new) in self.attached or _gives_attached(new)
+            keeps = handed_back(new) in self.attached
         if keeps:
             if reached:
                 self.attached.add(new)
@@ -590,11 +588,6 @@ class _Inliner:
             node.meta["val"] = operand.meta["val"]
             self.detached[operand] = node
         return self.detached[operand]
-
-
-def _gives_attached(call: fx.Node) -> bool:
-    """Return whether ``call`` is an eager fallback whose results need a gradient although gradients are off."""
-    return call.target is OPAQUE and calls[call.args[3]].attached  # type: ignore[index]
 
 
 # Keep ``len(x)`` of a tensor dynamic while forward is traced, as in ``x.view(len(x), -1)`` or ``loss.sum() / len(x)``.

@@ -1,13 +1,15 @@
 """Eager fallbacks inside an array: one call of a submodule, run for one member after another.
 
-Each member's call gets tensors with versions and a history of their own in the memory of the array, so that changes
-are detected, and reach neither another member nor the caller's tensors. A write into an input is refused when it
-happens, unless the capture recorded it and nothing else uses the input: then each member gets a copy.
+Each member's code gets copies of its inputs and of all that it may write, and its results are copied into stacks, so
+that nothing it does reaches another member or the caller. What a run does that the recorded run of the capture did not
+(it writes into an input, gives back memory of it, or a result of another size) raises `Unforeseen`: all of forward then
+runs member by member.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,54 +18,39 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.address_access import own_leaves, own_memory, own_rows
 from hfusion.capture.hooks import with_hooks
 from hfusion.capture.registered_tensors import holder_of
-from hfusion.capture.tensor_references import Reference
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
-from hfusion.core.layout import Listed, member_values, same_value
-from hfusion.core.memory import is_plain, overlap, same_values
+from hfusion.core.layout import Layout, Listed, member_values, same_value
+from hfusion.core.memory import is_plain
 from hfusion.core.parameter_attributes import keep_marks
+from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
+from hfusion.ops.saved import GATES_TWICE
+from hfusion.passes.islands import OPAQUE
 
-# Placeholders in `OpaqueCall.leaves`. None would not do, since it may be an argument.
+# Stands for a tensor in `OpaqueCall.leaves`. None would not do, since it may be an argument.
 TENSOR = object()
-SIZE = object()
 
 
-class OtherSizes(FusionError):
-    """A result has another size than was inferred, or another value; the array has to be captured for it."""
-
-
-@dataclass(frozen=True)
-class InputSize:
-    """The size of dim ``dim`` of input ``index``; for a negative index, the size argument number ``-1 - index``."""
-
-    index: int
-    dim: int
+class Unforeseen(FusionError):
+    """A call does what its recorded run did not, so that all of forward has to run member by member."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Shape, dtype and device of a result; with ``free`` any sizes are accepted."""
+    """Shape, dtype and device of a result; a size that varies is a pair of an input's position and a dim of it."""
 
-    shape: tuple[int | InputSize, ...]
+    shape: tuple[int | tuple[int, int], ...]
     dtype: torch.dtype
     device: torch.device
-    free: bool = False
 
-    def sizes(self, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> list[Any]:
-        """Return the sizes of the result for these ``inputs`` and these varying ``sizes`` among the arguments."""
-
-        def size(part: int | InputSize) -> Any:
-            if not isinstance(part, InputSize):
-                return part
-            return sizes[-1 - part.index] if part.index < 0 else inputs[part.index].shape[part.dim]
-
-        return [size(part) for part in self.shape]
+    def sizes(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """Return the sizes of the result for these ``inputs``."""
+        return [size if isinstance(size, int) else inputs[size[0]].shape[size[1]] for size in self.shape]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,19 +59,17 @@ class OpaqueCall:
 
     Attributes:
         path, module_path, method: its name in messages, the path of the submodule, and the method that is called.
-        leaves: its flat arguments, with `TENSOR` for a tensor and `SIZE` for a size that varies.
+        leaves: its flat arguments, with `TENSOR` for a tensor.
         fixed, changing: the keys of the submodule's tensors: ``changing`` has the buffers, and parameters that change.
         results: the flat results of one member; values that are no tensors are unchanged.
-        contiguous: for each input, whether it was contiguous.
+        orders: the `memory_order` of each input in the recorded run.
         written: the positions of the inputs that it writes into.
-        assigned, changed: the keys of the buffers that it replaces, and of its own tensors that forward changed.
-        addresses, draws: whether it accesses raw addresses of tensors, and draws random numbers.
-        grad, attached: whether autograd is on; whether it is off and some result needs a gradient nevertheless.
+        shares: whether a result shares memory with an input, a tensor of the submodule or another result.
+        changed: the keys of the submodule's tensors that forward changed.
+        addresses: whether its code may address memory, so that every tensor needs a storage of its own.
+        grad: whether autograd is on.
+        copied: whether it runs in copies of the bodies, since these hold their tensors in plain attributes, too.
         bodies: every member's submodule.
-        references: the plain attributes in which each body holds its own tensors a second time.
-        orders: the memory order of each input's dims, if the code may read strides; None for an input that is no
-            permutation of a contiguous tensor.
-        open_sizes: whether a size of an input varies, so that sizes of results are inferred.
     """
 
     path: str
@@ -96,18 +81,14 @@ class OpaqueCall:
     fixed: tuple[str, ...]
     changing: tuple[str, ...]
     results: tuple[Any, ...]
-    contiguous: tuple[bool, ...]
+    orders: tuple[tuple[int, ...] | None, ...]
     written: frozenset[int]
-    assigned: frozenset[str]
+    shares: bool
     changed: frozenset[str]
     addresses: bool
-    draws: bool
     grad: bool
-    attached: bool
+    copied: bool
     bodies: tuple[nn.Module, ...]
-    references: tuple[tuple[Reference, ...], ...] = ()
-    orders: tuple[tuple[int, ...] | None, ...] = ()
-    open_sizes: bool = False
     _holders: dict[int, tuple[tuple[Any, str, str], ...]] = field(default_factory=dict, init=False)
 
     def holders(self, member: int) -> tuple[tuple[Any, str, str], ...]:
@@ -133,6 +114,50 @@ class OpaqueCall:
 
 
 calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def numbered(call: OpaqueCall) -> int:
+    """Register ``call``, and return the number by which graphs refer to it while it is alive."""
+    number = next(_numbers)
+    calls[number] = call
+    return number
+
+
+@torch.library.register_fake(OPAQUE)  # type: ignore[untyped-decorator]
+def _fake(inputs: Sequence[Tensor], fixed: Any, changing: Any, call: int, written: Any, shares: Any) -> list[Tensor]:
+    results = [result for result in calls[call].results if isinstance(result, Result)]
+    return [torch.empty(r.sizes(inputs), dtype=r.dtype, device=r.device) for r in results]
+
+
+def rule(
+    site: Site,
+    inputs: list[Value],
+    fixed: list[Value],
+    changing: list[Value],
+    call: int | MemberScalars,
+    written: Any,
+    shares: Any,
+) -> Call:
+    """Run the submodule's own code in a loop over members."""
+    numbers = call.values if isinstance(call, MemberScalars) else (call,) * site.members
+    first = calls[numbers[0]]
+    for key, value in zip(first.changing, changing, strict=True):
+        if value.shared and key in first.changed:
+            raise FusionError(_shared(first, key))
+    rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
+    text = f"loop over members, {first.path}: {first.why}"
+    return site.call(run, (numbers, *rows), Layout.STACKED, text, saves=GATES_TWICE, loops=True)
+
+
+RULES: RuleTable = {OPAQUE: rule}
+
+
+def _shared(call: OpaqueCall, key: str) -> str:
+    return (
+        f"{key} of {call.path} is one object in all members, but every member writes its own value into it; give each "
+        "model its own"
+    )
 
 
 def run(
@@ -140,10 +165,7 @@ def run(
     inputs: Sequence[Any],
     fixed: Sequence[Any],
     changing: Sequence[Any],
-    apart: Sequence[int],
-    alive: Sequence[int],
-    sizes: Sequence[int],
-) -> list[Tensor]:
+) -> list[Any]:
     """Run the eager fallback for one member after another, and stack each result as ``[B, *S]``.
 
     Those of the whole forward that are no tensors follow, joined by `member_values`.
@@ -152,197 +174,27 @@ def run(
         numbers: ``numbers[b]`` is member b's call in `calls`.
         inputs: tensors that all members share, or `Listed` ones with a tensor per member.
         fixed, changing: the submodule's own tensors, in the same form.
-        apart: flat pairs of positions (result, source) of tensors that must share no memory.
-        alive: positions among inputs and changing that must not change.
-        sizes: numbers among the arguments that vary.
 
     Raises:
-        FusionError: a member does something that was not recorded when it was captured, and that mixes members.
+        Unforeseen: a member does what was not recorded when it was captured.
+        FusionError: the whole forward does so, and it mixes members; or results cannot be stacked.
     """
-    members, watching = len(numbers), running()
+    watching = running()
     for x in (*inputs, *fixed, *changing):
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
     first = calls[numbers[0]]
-    arguments = inputs
-    if first.addresses:
-        # Only tensors per member are copied; tensors that all members share stay in their memory.
-        arguments = [Listed([own_memory(row) for row in x]) if isinstance(x, Listed) else x for x in inputs]
-    rows_of = [own_rows(x, members) for x in (*arguments, *changing)]
-    memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
-    shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
-    rows = []
-    with _unchanged([memory[x][0] for x in shared], f"{first.path} of a model"):
-        for member, number in enumerate(numbers):
-            call = calls[number]
-            watched = [memory[x][member] for x in alive if x not in shared]
-            weights = own_leaves([x[member] if isinstance(x, Listed) else x for x in fixed])
-            with _unchanged(watched, f"{call.path} of model {member}"):
-                rows.append(_run_member(call, member, [x[member] for x in rows_of], weights, apart, alive, sizes))
-            for aliases, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
-                _tell_version(aliases[member], row[member])
+    shared = frozenset(key for key, x in zip(first.changing, changing, strict=True) if not isinstance(x, Listed))
+    rows, writes = [], list[tuple[Tensor, Tensor]]()
+    for member, number in enumerate(numbers):
+        of_member = [[x[member] if isinstance(x, Listed) else x for x in group] for group in (inputs, fixed, changing)]
+        rows.append(_MemberCall(calls[number], member, shared, writes).run(*of_member))
+    # Last, since autograd does not let one row be read after another was written.
+    with torch.no_grad():
+        for memory, value in writes:
+            memory.copy_(value)
     columns = list(zip(*rows, strict=True))
     return [_stack(first, parts) if isinstance(parts[0], Tensor) else member_values(parts) for parts in columns]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-# The version counter of a new `_alias`.
-_FRESH = 1
-
-
-def _tell_version(row: Tensor, memory: Tensor) -> None:
-    """Bump the version counter of ``memory`` after a write through ``row``."""
-    if row is not memory and _version(row) > _FRESH and not memory.is_inference():
-        increment_version(memory)
-
-
-@contextmanager
-def _unchanged(tensors: Sequence[Tensor], label: str) -> Iterator[None]:
-    """Context manager: restore the values of ``tensors`` and raise FusionError if they have changed in any way."""
-    copies = [tensor.detach().clone() for tensor in tensors]
-    changed: list[Tensor] = []
-    try:
-        yield
-    finally:
-        for tensor, before in zip(tensors, copies, strict=True):
-            if not _same_bits(tensor.detach(), before):
-                changed.append(before)
-                with torch.inference_mode(tensor.is_inference()):
-                    tensor.data.copy_(before)
-    if changed:
-        raise FusionError(_writes(label, changed[0]))
-
-
-def _writes(label: str, tensor: Tensor) -> str:
-    return (
-        f"{label} runs in a loop over members and writes into its input of shape {tuple(tensor.shape)}, which others "
-        "see, too (the caller, other members, or what follows); let it write into a copy"
-    )
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _same_bits(before: Tensor, after: Tensor) -> bool:
-    """Compare bit by bit, so that NaN equals NaN; tensors without plain memory count as equal."""
-    if not is_plain(before):
-        return True
-    before, after = (torch.view_as_real(x) if x.is_complex() else x for x in (before, after))
-    bits = _BITS[before.element_size()]
-    return torch.equal(before.view(bits), after.view(bits))
-
-
-def _run_member(
-    call: OpaqueCall,
-    member: int,
-    tensors: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    apart: Sequence[int],
-    alive: Sequence[int],
-    sizes: Sequence[int],
-) -> list[Tensor]:
-    count = len(tensors) - len(call.changing)
-    inputs = [_prepared(call, index, x) for index, x in enumerate(tensors[:count])]
-    held = [*inputs, *tensors[count:]]
-    versions = [_version(x) for x in held]
-    arguments, numbers = iter(inputs), iter(sizes)
-    leaves = [_next(leaf, arguments, numbers) for leaf in call.leaves]
-    args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
-    registered = dict(zip((*call.fixed, *call.changing), (*weights, *tensors[count:]), strict=True))
-    with _filled(call, member, registered) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
-        output = _called(call, member, body, args, kwargs)
-    results = _results(call, member, output, inputs, sizes)
-    for index in [*range(count), *(index for index in alive if index >= count)]:
-        if _version(held[index]) != versions[index] and index not in call.written:
-            raise FusionError(_writes(f"{call.path} of model {member}", held[index]))
-    _check_apart(call, member, results, [*inputs, *registered.values()], apart)
-    values = [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []
-    return [*(map(own_memory, results) if call.addresses else results), *values]
-
-
-def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: Any) -> Any:
-    try:
-        method = getattr(body, call.method)
-        return (with_hooks(body, method) if call.method == "forward" else method)(*args, **kwargs)
-    except RuntimeError as error:
-        # In the loop, parameters are rows of stacks, whose requires_grad torch does not let change.
-        if "can only change requires_grad flags of leaf" not in str(error):
-            raise
-        raise FusionError(
-            f"{call.path or 'forward'} of model {member} switches requires_grad of a parameter or another tensor while "
-            "it runs, where an array has one stack for all members; detach() what shall get no gradient there"
-        ) from error
-
-
-def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
-    if leaf is TENSOR:
-        return next(inputs)
-    return next(sizes) if leaf is SIZE else leaf
-
-
-def _prepared(call: OpaqueCall, index: int, x: Tensor) -> Tensor:
-    """Return an input for a member's code: a copy if the code writes into it, else with the recorded memory order."""
-    if index in call.written:
-        return x.clone(memory_format=torch.contiguous_format if call.contiguous[index] else torch.preserve_format)
-    if call.is_whole:
-        # The whole forward gets the caller's tensor as it is.
-        return x
-    order = call.orders[index] if call.orders else None
-    if order is not None:
-        return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-    return x.contiguous() if call.contiguous[index] else x
-
-
-def _results(
-    call: OpaqueCall, member: int, output: Any, inputs: Sequence[Tensor], sizes: Sequence[int]
-) -> list[Tensor]:
-    """Return the tensors among the results, checked against those of the capture."""
-    label = f"{call.path} of model {member}"
-    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-    if len(leaves) != len(call.results):
-        raise FusionError(f"{label} gave {len(leaves)} results, and {len(call.results)} when it was captured")
-    for leaf, expected in zip(leaves, call.results, strict=True):
-        if not isinstance(expected, Result):
-            if isinstance(leaf, Tensor) or not (call.is_whole or same_value(leaf, expected)):
-                # All of forward runs member by member then.
-                raise (FusionError if call.is_whole else OtherSizes)(
-                    f"{label} gave {_describe(leaf)} where it gave {_describe(expected)} when it was captured; "
-                    "results that depend on values must be tensors"
-                )
-        else:
-            _check_shape(call, label, leaf, expected, expected.sizes(inputs, sizes))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _check_shape(call: OpaqueCall, label: str, leaf: Any, expected: Result, shape: list[int]) -> None:
-    alike = isinstance(leaf, Tensor) and leaf.dim() == len(shape)
-    if alike and (expected.free or list(leaf.shape) == shape):
-        return
-    description = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _describe(leaf)
-    raise (OtherSizes if alike and call.open_sizes else FusionError)(
-        f"{label} gave {description}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
-        f"values cannot be fused. It runs member by member, since {call.why}"
-    )
-
-
-def _describe(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def _check_apart(
-    call: OpaqueCall, member: int, results: Sequence[Tensor], sources: Sequence[Tensor], apart: Sequence[int]
-) -> None:
-    tensors = [*sources, *results]
-    for k, source in zip(apart[::2], apart[1::2], strict=True):
-        if overlap(results[k], tensors[source]):
-            result = "one tensor twice" if source >= len(sources) else "its input or a tensor of its own"
-            raise FusionError(
-                f"{call.path} of model {member} gives back {result}, or a view of it, which is changed in place later; "
-                "when it was captured it did not: give back a copy"
-            )
 
 
 def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
@@ -362,53 +214,229 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
     return join(parts)
 
 
-@contextmanager
-def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Context manager: put the tensors ``registered`` into the member's submodule, and copy replaced buffers into them.
+@dataclass(frozen=True, eq=False)
+class _MemberCall:
+    """One call for one member.
 
-    The tensors stay in the submodule afterwards: a checkpoint runs the body again in backward.
+    Attributes:
+        shared: the keys of changing tensors that are one object in all members.
+        writes: gets the tensors of the array that the call changes, each with its new value.
     """
-    body = call.bodies[member]
-    slots = []
-    substitutes: dict[int, Tensor] = {}
-    changing = frozenset(call.changing)
-    for (holder, name, key), tensor in zip(call.holders(member), registered.values(), strict=True):
-        # Code that replaces a buffer leaves the old one unchanged, for backward.
-        substitute = own_memory(tensor) if call.addresses or key in call.assigned else tensor
-        # Detached now, since forward may move the tensor to other memory.
-        slots.append((holder, name, key, substitute, _version(substitute) if key in changing else 0, tensor.detach()))
-        before = holder[name]
-        if vars(before) or type(substitute) is not Tensor:
-            # The class and attributes that the tensor had: ``substitute`` is used in this call, ``tensor`` after it.
-            keep_marks(substitute, keep_marks(tensor, before))
-        substitutes[id(before)] = substitute
-        holder[name] = substitute
-    _put(call, member, substitutes)
-    try:
-        yield body
-    finally:
-        for holder, name, key, substitute, version, memory in slots:
-            after = holder.get(name)
-            holder[name] = registered[key]
-            if after is substitute and after.data_ptr() == memory.data_ptr():
-                continue
-            # A parameter may move to other memory with equal values, as in an RNN.
-            if after is not substitute or key in changing or not same_values(after, memory):
-                bump_version = after is not substitute or (key in changing and _version(after) != version)
-                _write_back(f"{call.path} of model {member} assigns {key}", memory, after, bump_version)
-        if call.references:
-            _put(call, member, {id(substitute): registered[key] for _, _, key, substitute, *_ in slots})
+
+    call: OpaqueCall
+    member: int
+    shared: frozenset[str]
+    writes: list[tuple[Tensor, Tensor]]
+
+    @property
+    def label(self) -> str:
+        return f"{self.call.path} of model {self.member}"
+
+    def error(self, text: str) -> FusionError:
+        return (FusionError if self.call.is_whole else Unforeseen)(f"{self.label} {text}")
+
+    def run(self, rows: Sequence[Tensor], fixed: Sequence[Tensor], changing: Sequence[Tensor]) -> list[Any]:
+        """Return the tensors among the results; those of the whole forward that are no tensors follow."""
+        call = self.call
+        given, kept = zip(*map(self._copied_in, range(len(rows)), rows), strict=True) if rows else ((), ())
+        versions = [_version(x) for x in given]
+        arguments = iter(given)
+        leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
+        args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
+        with (
+            self._filled(fixed, changing) as (body, own),
+            torch.set_grad_enabled(call.grad and torch.is_grad_enabled()),
+        ):
+            output = self._called(body, args, kwargs)
+        for index, (x, copy) in enumerate(zip(given, kept, strict=True)):
+            same = _same_bits(x.detach(), copy.detach())
+            if index not in call.written and not (same and _version(x) == versions[index]):
+                if x is rows[index]:
+                    x.data.copy_(copy.detach())
+                raise self.error(
+                    f"runs in a loop over members and writes into its input of shape {tuple(copy.shape)}, which others "
+                    "see, too (the caller, other members, or what follows); let it write into a copy"
+                )
+        results = self._results(output, given)
+        if not (call.is_whole or call.shares) and share_memory(results, [*given, *own]):
+            raise self.error("gives back its input, a tensor of its own or one tensor twice, or a view of it")
+        if call.addresses:
+            # Derivatives of functions that address memory do so, too, and a gradient is a row of a stack.
+            for result in results:
+                if result.grad_fn is not None:
+                    result.register_hook(torch.clone)
+        values = [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []
+        return [*results, *values]
+
+    def _copied_in(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a copy of an input in the recorded memory order, and the input itself, to compare them afterwards.
+
+        Where no copy lies as the caller's tensor does, the whole forward gets that tensor, and the copy comes second.
+        """
+        order = None if self.call.is_whole else self.call.orders[index]
+        if order is None:
+            copied = _copy(x)
+            as_is = self.call.is_whole and x.layout is torch.strided and copied.stride() != x.stride()
+            return (x, copied) if as_is else (copied, x)
+        permuted = x.permute(order).clone(memory_format=torch.contiguous_format)
+        copied = permuted.permute([order.index(dim) for dim in range(len(order))])
+        return _as_leaf(copied, x), x
+
+    @contextmanager
+    def _filled(
+        self, fixed: Sequence[Tensor], changing: Sequence[Tensor]
+    ) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Context manager: put the member's tensors into its submodule, and note in ``writes`` what has changed.
+
+        Tensors that may change are copies. The array's tensors stay in the submodule afterwards: a checkpoint runs it
+        again in backward. Yields the submodule, and the tensors in it.
+        """
+        call, body = self.call, self.call.bodies[self.member]
+        copied: dict[Any, Tensor] = {}
+        own = [*(map(_copy, fixed) if call.addresses else _leaves(fixed)), *(_copy_once(x, copied) for x in changing)]
+        slots, holders = [], call.holders(self.member)
+        if call.copied:
+            held = {id(holder[name]): tensor for (holder, name, _), tensor in zip(holders, own, strict=True)}
+            body = module_copy(body, held)
+            holders = tuple(holder_of(body, key) for _, _, key in holders)
+        for (holder, name, key), tensor, row in zip(holders, own, (*fixed, *changing), strict=True):
+            # Detached now, since forward may move the tensor to other memory.
+            slots.append((holder, name, key, tensor, row, row.detach()))
+            before = holder[name]
+            if vars(before) or type(tensor) is not Tensor:
+                # The class and attributes that the tensor had: ``tensor`` is used in this call, ``row`` after it.
+                keep_marks(tensor, keep_marks(row, before))
+            holder[name] = tensor
+        try:
+            yield body, own
+        finally:
+            for holder, name, key, tensor, row, memory in slots:
+                after, holder[name] = holder.get(name), row
+                # A parameter may move to other memory with equal values, as in an RNN.
+                if not (after is tensor and _is_at(tensor, memory)) and not _equal(after, memory):
+                    self._write_back(key, memory, after)
+
+    def _write_back(self, key: str, memory: Tensor, after: Any) -> None:
+        """Let ``after`` become the value of ``memory``, the tensor ``key`` of the array."""
+        if key in self.shared:
+            raise FusionError(_shared(self.call, key))
+        kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
+        if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
+            raise FusionError(
+                f"{self.label} assigns {key}, but not a buffer of the same shape, dtype and device; write into it"
+            )
+        # What is not known to change may be saved for backward by other members.
+        self.writes.append((memory if key in self.call.changing else memory.data, after.detach()))
+
+    def _called(self, body: nn.Module, args: Any, kwargs: Any) -> Any:
+        method = getattr(body, self.call.method)
+        try:
+            return (with_hooks(body, method) if self.call.method == "forward" else method)(*args, **kwargs)
+        except RuntimeError as error:
+            # In the loop, parameters are rows of stacks, whose requires_grad torch does not let change.
+            if "can only change requires_grad flags of leaf" not in str(error):
+                raise
+            raise FusionError(
+                f"{self.label} switches requires_grad of a parameter or another tensor while it runs, where an array "
+                "has one stack for all members; detach() what shall get no gradient there"
+            ) from error
+
+    def _results(self, output: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors among the results, checked against those of the capture."""
+        leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+        expected = self.call.results
+        if len(leaves) != len(expected):
+            raise self.error(f"gave {len(leaves)} results, and {len(expected)} when it was captured")
+        for leaf, result in zip(leaves, expected, strict=True):
+            is_tensor = isinstance(result, Result)
+            if isinstance(leaf, Tensor) != is_tensor or not (
+                self.call.is_whole or self._as_recorded(leaf, result, inputs)
+            ):
+                raise self.error(
+                    f"gave {_describe(leaf)} where it gave {_describe(result)} when it was captured; results that "
+                    f"depend on values must be tensors of one shape. It runs member by member, since {self.call.why}"
+                )
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _as_recorded(self, leaf: Any, result: Any, inputs: Sequence[Tensor]) -> bool:
+        if self.call.is_whole:
+            return isinstance(leaf, Tensor) == isinstance(result, Result)
+        if isinstance(result, Result):
+            return isinstance(leaf, Tensor) and list(leaf.shape) == result.sizes(inputs)
+        return same_value(leaf, result)
 
 
-def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> None:
-    for reference in call.references[member] if call.references else ():
-        reference.put(call.bodies[member], substitutes)
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor | Result):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
 
 
-def _write_back(description: str, memory: Tensor, after: Any, bump_version: bool) -> None:
-    """Copy ``after`` into ``memory``; the version counter of ``memory`` is bumped only if ``bump_version``."""
-    kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
-    if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
-        raise FusionError(f"{description}, but not a buffer of the same shape, dtype and device; write into it")
-    with torch.no_grad():
-        (memory if bump_version else memory.data).copy_(after.detach())
+def _as_leaf(copied: Tensor, tensor: Tensor) -> Tensor:
+    # While gradients are off, forward may switch them on.
+    return copied if torch.is_grad_enabled() else copied.requires_grad_(tensor.requires_grad)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return _as_leaf(tensor.clone(), tensor)
+
+
+def _copy_once(tensor: Tensor, copied: dict[Any, Tensor]) -> Tensor:
+    """Return a copy of ``tensor``; one tensor with two names stays one."""
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if is_plain(tensor) and tensor.numel() else id(tensor)
+    if key not in copied:
+        copied[key] = _copy(tensor)
+    return copied[key]
+
+
+def _leaves(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return ``weights``, or, while gradients are off, detached leaves of them."""
+    if torch.is_grad_enabled():
+        return weights
+    leaves: dict[int, Tensor] = {}
+    return [leaves.setdefault(id(w), _as_leaf(w.detach(), w)) for w in weights]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Compare bit by bit, so that NaN equals NaN; tensors without plain memory count as equal."""
+    if not (is_plain(tensor) and is_plain(other)):
+        return True
+    tensor, other = (torch.view_as_real(x) if x.is_complex() else x for x in (tensor, other))
+    bits = _BITS[tensor.element_size()]
+    return torch.equal(tensor.view(bits), other.view(bits))
+
+
+def _is_at(tensor: Tensor, memory: Tensor) -> bool:
+    """Return whether ``tensor`` has not moved from ``memory``, or has no memory, and no new version."""
+    return tensor.data_ptr() == memory.data_ptr() if is_plain(tensor) else _version(tensor) == _version(memory)
+
+
+def _equal(after: Any, memory: Tensor) -> bool:
+    return (
+        isinstance(after, Tensor)
+        and (after.shape, after.dtype, after.device) == (memory.shape, memory.dtype, memory.device)
+        and is_plain(after)
+        and _same_bits(after.detach(), memory)
+    )
+
+
+def share_memory(results: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
+    """Return whether one of ``results`` shares memory with one of ``sources`` or with another result."""
+    taken = {x.untyped_storage()._cdata for x in sources if _has_memory(x)}
+    for result in filter(_has_memory, results):
+        storage = result.untyped_storage()._cdata
+        if storage in taken:
+            return True
+        taken.add(storage)
+    return False
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0

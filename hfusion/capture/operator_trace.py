@@ -6,8 +6,8 @@ structure have graphs that differ in numbers at most, at the sizes of this call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import same_value
 from hfusion.core.memory import is_plain
 from hfusion.core.tree import leaves
 from hfusion.device.backend import active_autocast
@@ -54,15 +55,14 @@ class TracedCall:
     """One call of an operator.
 
     Attributes:
-        arguments: the arguments by name, with a `TensorRef` for each tensor.
-        results: shape, dtype, device and requires_grad of each result.
-        settings: grad mode and autocast during the call.
+        structure: what is alike in calls that differ in numbers at most: the arguments by name, with a `TensorRef` for
+            each tensor and the kind of each number, the dtypes, devices and dims of results, grad mode and autocast.
+        numbers: the numbers, and tensors that the code made of numbers, by their paths within the arguments.
     """
 
     target: Any
-    arguments: dict[str, Any]
-    results: Any
-    settings: tuple[Any, ...]
+    structure: Any
+    numbers: dict[tuple[Any, ...], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,10 @@ class OperatorTrace:
             and self.end_state == other.end_state
             and len(self.unregistered_tensors) == len(other.unregistered_tensors)
             and all(map(_same_kind, self.unregistered_tensors, other.unregistered_tensors))
-            and all(map(_same_call, self.calls, other.calls))
+            and all(
+                a.target is b.target and a.structure == b.structure
+                for a, b in zip(self.calls, other.calls, strict=True)
+            )
         )
 
 
@@ -130,8 +133,8 @@ def _traced(
     leaves, spec = pytree.tree_flatten(result)
     end_state = (
         spec,
-        _plain(recorder.referred(leaves)),
-        _plain(recorder.referred(list(dict(tensors(member)).values()))),
+        recorder.referred(leaves),
+        recorder.referred(list(dict(tensors(member)).values())),
         tuple((name, tuple(tensor.shape)) for name, tensor in tensors(member)),
         tuple(
             (path, part.training)
@@ -162,7 +165,8 @@ class _OperatorRecorder(PreDispatchMode):
                 self._origins.setdefault(id(tensor), (TensorRef(kind, key), tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = self.referred(by_name(func, args, kwargs or {}))
+        numbers: dict[tuple[Any, ...], Any] = {}
+        named = self._structure(by_name(func, args, kwargs or {}), (), numbers)
         self.looks |= func in _LOOKS and not all(map(self._is_constant, leaves((args, kwargs), Tensor)))
         settings = torch.is_grad_enabled(), *(active_autocast() or ())
         results = func(*args, **(kwargs or {}))
@@ -173,18 +177,31 @@ class _OperatorRecorder(PreDispatchMode):
                 self._origins[id(tensor)] = (ref, tensor)
                 if (memory := _memory(tensor)) is not None:
                     self._by_memory[memory] = ref
-        self.calls.append(TracedCall(func, named, tuple(map(_described, flat)), settings))
+        self.calls.append(TracedCall(func, (named, tuple(map(_described, flat)), settings), numbers))
         return results
 
-    def referred(self, nest: Any) -> Any:
-        """Return a nest with a `TensorRef` in place of each tensor."""
+    def referred(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return leaves with a `TensorRef` for each tensor, in which NaN equals NaN, and 0.0 differs from -0.0."""
+        return tuple(
+            self._origin(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) if _is_number(leaf) else leaf
+            for leaf in leaves
+        )
+
+    def _structure(self, nest: Any, path: tuple[Any, ...], numbers: dict[tuple[Any, ...], Any]) -> Any:
+        """Return what a nest of arguments has besides its ``numbers``, which are added."""
         if isinstance(nest, Tensor):
-            return self._origin(nest)
-        if isinstance(nest, list | tuple):
-            return tuple(map(self.referred, nest))
+            ref = self._origin(nest)
+            if ref.kind == "made":
+                numbers[path] = self.unregistered_tensors[ref.key]
+            return ref
         if isinstance(nest, dict):
-            return {name: self.referred(item) for name, item in nest.items()}
-        return nest
+            return {name: self._structure(item, (*path, name), numbers) for name, item in nest.items()}
+        if isinstance(nest, list | tuple):
+            return tuple(self._structure(item, (*path, index), numbers) for index, item in enumerate(nest))
+        if _is_number(nest):
+            numbers[path] = nest
+            return "bool" if isinstance(nest, bool) else "number"
+        return type(nest), nest
 
     def _origin(self, tensor: Tensor) -> TensorRef:
         if id(tensor) not in self._origins:
@@ -217,25 +234,11 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-@dataclass(frozen=True)
-class _TensorKind:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
 def _described(result: Any) -> Any:
+    """Describe a result of an operator without its sizes, which may differ, as where the k of topk does."""
     if isinstance(result, Tensor):
-        return _TensorKind(tuple(result.shape), result.dtype, result.device, result.requires_grad)
-    return None if isinstance(result, int | float | bool) else result
-
-
-def _plain(nest: Any) -> Any:
-    """Return a nest in which NaN equals NaN, and 0.0 differs from -0.0."""
-    if isinstance(nest, tuple):
-        return tuple(map(_plain, nest))
-    return (type(nest), repr(nest)) if isinstance(nest, int | float | complex) else nest
+        return result.dim(), result.dtype, result.device, result.requires_grad
+    return None if _is_number(result) else result
 
 
 def _same_kind(tensor: Tensor, other: Tensor) -> bool:
@@ -245,35 +248,7 @@ def _same_kind(tensor: Tensor, other: Tensor) -> bool:
     return kinds[0] == kinds[1] and is_plain(tensor) and is_plain(other) and tensor.numel() <= MAX_ELEMENTS
 
 
-def _same_call(call: TracedCall, other: TracedCall) -> bool:
-    return (
-        call.target is other.target
-        and call.settings == other.settings
-        and len(call.results) == len(other.results)
-        and all(map(_same_result, call.results, other.results))
-        and _same_arguments(call.arguments, other.arguments)
-    )
-
-
-def _same_result(result: Any, other: Any) -> bool:
-    """Return whether two results differ in sizes at most, as where the k of topk differs between members."""
-    if not (isinstance(result, _TensorKind) and isinstance(other, _TensorKind)):
-        return bool(result == other)
-    return len(result.shape) == len(other.shape) and replace(result, shape=other.shape) == other
-
-
-def _same_arguments(nest: Any, other: Any) -> bool:
-    """Return whether two nests differ in numbers at most."""
-    if isinstance(nest, dict):
-        return all(_same_arguments(item, other[name]) for name, item in nest.items())
-    if isinstance(nest, tuple):
-        return isinstance(other, tuple) and len(nest) == len(other) and all(map(_same_arguments, nest, other))
-    if is_number(nest) and is_number(other):
-        return isinstance(nest, bool) == isinstance(other, bool)
-    return type(nest) is type(other) and bool(nest == other)
-
-
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | complex)
 
 
@@ -282,35 +257,16 @@ def differing_places(trace: OperatorTrace, other: OperatorTrace) -> dict[int, di
 
     A tensor that was created from numbers counts as one.
     """
-    unlike = {
-        index
-        for index, (a, b) in enumerate(zip(trace.unregistered_tensors, other.unregistered_tensors, strict=True))
-        if not (a is b or _equal(a, b))
-    }
     differing: dict[int, dict[tuple[Any, ...], tuple[Any, Any]]] = {}
-    for number, (a, b) in enumerate(zip(trace.calls, other.calls, strict=True)):
-        differences = dict(_differing(a.arguments, b.arguments, (), trace, other, unlike))
-        if differences:
-            differing[number] = differences
+    for index, (a, b) in enumerate(zip(trace.calls, other.calls, strict=True)):
+        pairs = {path: (number, b.numbers[path]) for path, number in a.numbers.items()}
+        if unlike := {path: pair for path, pair in pairs.items() if not _equal(*pair)}:
+            differing[index] = unlike
     return differing
 
 
-def _equal(tensor: Tensor, other: Tensor) -> bool:
-    equal = (tensor == other) | ((tensor != tensor) & (other != other))
-    return bool(equal.all()) and (not tensor.is_floating_point() or bool((tensor.signbit() == other.signbit()).all()))
-
-
-def _differing(
-    a: Any, b: Any, path: tuple[Any, ...], trace: OperatorTrace, other: OperatorTrace, unlike: set[int]
-) -> Iterator[tuple[tuple[Any, ...], tuple[Any, Any]]]:
-    if isinstance(a, dict):
-        for name, item in a.items():
-            yield from _differing(item, b[name], (*path, name), trace, other, unlike)
-    elif isinstance(a, tuple):
-        for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
-            yield from _differing(of_a, of_b, (*path, index), trace, other, unlike)
-    elif isinstance(a, TensorRef):
-        if a.kind == "made" and a.key in unlike:
-            yield path, (trace.unregistered_tensors[a.key], other.unregistered_tensors[a.key])
-    elif is_number(a) and (type(a) is not type(b) or repr(a) != repr(b)):
-        yield path, (a, b)
+def _equal(number: Any, other: Any) -> bool:
+    if number is other or not isinstance(number, Tensor):
+        return same_value(number, other)
+    equal = (number == other) | ((number != number) & (other != other))
+    return bool(equal.all()) and (not number.is_floating_point() or bool((number.signbit() == other.signbit()).all()))

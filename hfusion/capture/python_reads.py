@@ -16,20 +16,18 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import SymFloat, SymInt, Tensor, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import tensors_in
 from hfusion.passes.side_effects import EXPECT
 from hfusion.torch_private.dispatch_modes import FakeTensor
 from hfusion.torch_private.export_state import MODULES_BELOW_CODE, TRACERS
-from hfusion.torch_private.replaced_functions import NUMBER_OPERATORS
 
 # Reads of values that give no symbol, and the Python functions of torch that read a value and format it.
 _TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})
@@ -41,46 +39,6 @@ _STRIDES = frozenset(getattr(Tensor, name) for name in STRIDE_QUESTIONS)
 _MEMORY = frozenset({Tensor.storage_offset, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type})
 _REFUSED = _TEXTS | _MEMORY
 _MAY_COPY = frozenset({Tensor.contiguous, Tensor.to, Tensor.reshape, Tensor.flatten, Tensor.ravel, torch.ravel})
-
-
-class _UnreadNumber:
-    """A symbol that may be kept, as in an attribute for a log, but not computed with: each use needs its ``node``."""
-
-    def __init__(self, number: SymInt | SymFloat, source: str) -> None:
-        vars(self)["source"] = source
-
-    @property
-    def node(self) -> NoReturn:
-        raise FusionError(
-            f"{self.source} reads a number out of a tensor, by item() or tolist(), and computes with it in Python; "  # type: ignore[attr-defined]
-            "values differ between members and calls, so compute with the tensor, such as by torch.where"
-        )
-
-
-def _refuse_operator(self: _UnreadNumber, *others: Any) -> Any:
-    return self.node
-
-
-# torch's own operators would take an object of class float or int for a constant, and ask for its value endlessly.
-for _name in (*NUMBER_OPERATORS, "__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__"):
-    setattr(_UnreadNumber, _name, _refuse_operator)
-
-
-class _Float(_UnreadNumber, SymFloat):
-    __class__ = float  # type: ignore[assignment]
-
-
-class _Int(_UnreadNumber, SymInt):
-    __class__ = int  # type: ignore[assignment]
-
-
-def _unreadable(number: Any, source: str) -> Any:
-    """Return a symbol as an object that raises FusionError when it is computed with; other numbers unchanged."""
-    if isinstance(number, SymFloat):
-        return _Float(number, source)
-    if isinstance(number, SymInt):
-        return _Int(number, source)
-    return number
 
 
 def _refusal(frame: FrameType, read: str) -> FusionError:
@@ -170,7 +128,7 @@ def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[st
         condition = tensor.detach()
         EXPECT(condition if condition.dtype is torch.bool else condition != 0, truth, _line(frame))
         return None if func is torch._assert else truth
-    return pytree.tree_map(lambda number: _unreadable(number, _line(frame)), func(*args, **kwargs))
+    raise _refusal(frame, "a number")
 
 
 # Properties that differ between a member of an array and a member alone, with remedies: of tensors in the memory of
@@ -180,6 +138,9 @@ MEMORY_QUESTIONS = {
     "_is_view": "clone what must be no view",
     "_base": "clone what must be no view",
 }
+# The names of functions that take a storage offset, or return or replace the storage itself.
+ADDRESSES = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+ADDRESSES |= {"storage", "untyped_storage", "storage_offset", "set_"}
 _OF_OWN = {
     "grad": "give forward what it needs of gradients as an argument, or in a buffer",
     "is_inference": "ask torch.is_inference_mode_enabled()",

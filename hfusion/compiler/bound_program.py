@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.fallback_runtime import OtherSizes
+from hfusion.capture.fallback_runtime import Unforeseen
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.gradient_usage import watched
 from hfusion.core.layout import Layout
@@ -83,7 +83,7 @@ def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
         snapshots = [(values[k].detach(), values[k].detach().clone()) for k in written]
         try:
             return run(*values)
-        except (OtherSizes, FailedCheck):
+        except (Unforeseen, FailedCheck):
             for tensor, saved in snapshots:
                 tensor.copy_(saved)
             raise

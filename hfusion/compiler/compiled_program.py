@@ -14,8 +14,8 @@ from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
 from hfusion.capture.eager_fallbacks import module_path
+from hfusion.capture.fallback_runtime import RULES as OPAQUE_RULES
 from hfusion.capture.fallback_runtime import OpaqueCall
-from hfusion.capture.fallback_tracing import RULES as OPAQUE_RULES
 from hfusion.capture.method_interception import WHOLE, Island
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.compiler.arguments import Arguments
@@ -96,8 +96,8 @@ class Compiled:
 
     @property
     def infers_results(self) -> bool:
-        """True if sizes of results of eager fallbacks, or results that are no tensors, are expected as captured."""
-        return any(call.open_sizes or (call.values and not call.is_whole) for call in self.opaque)
+        """True if eager fallbacks are expected to do what their recorded calls did."""
+        return any(not call.is_whole for call in self.opaque)
 
     @property
     def checks(self) -> Sequence[str]:

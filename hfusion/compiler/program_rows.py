@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from hfusion.capture.fallback_runtime import OpaqueCall, calls
-from hfusion.capture.fallback_tracing import numbered
-from hfusion.capture.reachable_code import names_of
-from hfusion.capture.tensor_references import references
+from hfusion.capture.fallback_runtime import OpaqueCall, calls, numbered
 from hfusion.compiler.compiled_program import RULES, ArraySpec, Compiled, choose_ways, look_at
 from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout
@@ -98,7 +95,6 @@ def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Ten
 def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
     """Let the eager fallbacks in ``graph`` call the members of ``subject``; return the new calls."""
     bodies = [subject.member(member) for member in range(subject.members)]
-    names = names_of([bodies[0]])
     new_calls: dict[int, OpaqueCall] = {}
     numbers: dict[int, int] = {}
 
@@ -106,8 +102,7 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
         if number not in numbers:
             call = calls[number]
             own_bodies = tuple(body.get_submodule(call.module_path) for body in bodies)
-            held = tuple(references(body, names) for body in own_bodies)
-            new_calls[number] = replace(call, bodies=own_bodies, references=held)
+            new_calls[number] = replace(call, bodies=own_bodies)
             numbers[number] = numbered(new_calls[number])
         return numbers[number]
 

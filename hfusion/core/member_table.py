@@ -20,7 +20,8 @@ class MemberTable:
 
     Attributes:
         rows: the number of rows.
-        columns: the columns, of tensors without gradients. The dict may be that of another object, which then has what is written here.
+        columns: the columns, of tensors without gradients. The dict may be that of another object, which then has what
+            is written here.
         empty: the entries of a row without a member, by the column's name up to its first ``/``. A column that is not
             in it has no such entry: its free rows hold anything.
 

@@ -260,7 +260,8 @@ def looped_in_no_grad(self, x):
 
 
 for name, gives in GIVEN.items():
-    row(f"no_grad around a loop: {name}", looped_in_no_grad, inner=module(gives, w=parameter()), loops="inner")
+    loops = "inner" if name == "what it computes" else "forward"
+    row(f"no_grad around a loop: {name}", looped_in_no_grad, inner=module(gives, w=parameter()), loops=loops)
 
 
 # Values that are read as data.
@@ -382,7 +383,7 @@ def of_a_derivative(self, x):
     return first + again
 
 
-@derivative(loops=OPAQUE, says="of which torch has no derivative", grads=False)
+@derivative(loops=OPAQUE, says="differs from that of the code", grads=False)
 def cdist(self, x):
     return grad(torch.cdist(x, x + 1).sum() + self.net(x).sum(), x, create_graph=True)[0]
 

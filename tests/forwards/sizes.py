@@ -166,7 +166,7 @@ def ends(name, forward, loops, **has):
 
 loop = module(in_steps, cell=lambda: nn.GRUCell(4, 3))
 ends("steps", in_steps, "forward", cell=lambda: nn.GRUCell(4, 3))
-ends("steps in a part", lambda s, x: s.out(s.loop(s.fc(x))), "loop", loop=loop, out=lambda: nn.Linear(3, 2))
+ends("steps in a part", lambda s, x: s.out(s.loop(s.fc(x))), "forward", loop=loop, out=lambda: nn.Linear(3, 2))
 
 
 def odd(cut):
@@ -205,7 +205,7 @@ ends("one less", around, "forward", inner=odd(lambda x: x[:, 1:]))
 ends("as wide as long", lambda s, x: s.fc(s.inner(s.fc(x))), "inner", inner=odd(lambda x: x.mT @ x))
 ends("another order", lambda s, x: s.inner(s.fc(x)).sum(2), "inner", inner=odd(lambda x: x.mT))
 ends("flat", around, "inner", inner=odd(lambda x: x.mean(1, keepdim=True)))
-ends("as long as told", told_a_length, "inner", inner=odd(lambda x, t: x[:, :t]))
+ends("as long as told", told_a_length, "forward", inner=odd(lambda x, t: x[:, :t]))
 ends("half", around, "forward", inner=odd(lambda x: x[:, : x.shape[1] // 2]))
 ends("a number", told_by_a_number, "forward", inner=odd(lambda x: (x, x.shape[1])))
 ends("as many calls", stepwise, "forward", inner=odd(lambda x: x))

@@ -12,7 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
 from tests.alone import call, normal
-from tests.forwards.table import FAR, Sevenfold, Table, branch, buffer, linear, module, parameter, square, stacked
+from tests.forwards.table import (
+    FAR,
+    Sevenfold,
+    Table,
+    branch,
+    buffer,
+    linear,
+    module,
+    parameter,
+    square,
+    stacked,
+)
 
 ROWS = Table(calls=stacked())
 row = ROWS
@@ -327,7 +338,7 @@ def checkpoint_that_writes_again_in_backward(self, x):
 
 
 # What only later values do: member 1 alone meets them.
-def later(name, inner, forward, refused, identity=False):
+def later(name, inner, forward, refused="", identity=False):
     def calls():
         x = normal(2, 5, 4).abs()
         return [call(hf.stacked(x)), call(hf.stacked(x * torch.tensor([1.0, -1.0]).view(2, 1, 1)))]
@@ -338,6 +349,8 @@ def later(name, inner, forward, refused, identity=False):
         inner=doing(inner),
         calls=calls,
         refused=refused,
+        loops=None,
+        ends=None if refused else "forward",
         **({"fc": nn.Identity} if identity else {}),
     )
 
@@ -363,17 +376,32 @@ for name, write in LATER.items():
     )
     later(f"write {name}", if_negative(write), lambda self, x: self.inner(x), "writes into its input")
 later(
-    "write into what others read",
+    "write into a copy",
     lambda x: x * 3 if x.sum() > 0 else x.mul_(2) * 3,
     lambda self, x: x + self.inner(x * 1) + x,
-    r"inner of model 1 .* writes into its input",
 )
 later(
-    "alias that matters",
-    lambda x: x * 2 if x.sum() > 0 else x,
-    lambda self, x: changed_beside(self, x),
-    "inner of model 1 gives back its input",
-    identity=True,
+    "write into what others read",
+    if_negative(lambda x: x.mul_(2)),
+    lambda self, x: (h := self.fc(x).abs() * x.sign(), h + self.inner(h))[1],
+)
+for identity in (False, True):
+    later(
+        f"alias {'of the input ' * identity}that matters",
+        lambda x: x * 2 if x.sum() > 0 else x,
+        changed_beside,
+        "writes into its input" if identity else "",
+        identity=identity,
+    )
+later(
+    "another number of results",
+    lambda x: (x * 2,) if x.sum() > 0 else (x * 2, x),
+    lambda self, x: self.inner(self.fc(x).abs() * x.sign())[0],
+)
+later(
+    "another size",
+    lambda x: x * 2 if x.sum() > 0 else (x * 2)[:, :1],
+    lambda self, x: self.fc(x) + self.inner(self.fc(x).abs() * x.sign()),
 )
 
 
@@ -545,7 +573,7 @@ row(
     loops="inner.computed()",
 )
 
-# Memory that code addresses: each member has a storage of its own, as alone.
+# Memory that code addresses: each member has a storage of its own, as alone, and all of forward is its own code.
 ADDRESSED = {
     "as_strided": lambda self, x: x.as_strided((2, 3), (1, 2), 1) * self.w[:3],
     "keyword": lambda self, x: torch.as_strided(x, (2, 3), (1, 2), storage_offset=1),
@@ -565,7 +593,7 @@ def write_own(self, x):
 for name, access in ADDRESSED.items():
     inner = module(lambda self, x, f=access: Sevenfold.apply(f(self, x)), w=parameter(6), n=buffer(1.0, 6))
     wide = lambda: nn.Linear(4, 6)  # noqa: E731
-    row(f"address: {name}", lambda self, x: self.inner(self.wide(x)), inner=inner, wide=wide, loops="inner")
+    row(f"address: {name}", lambda self, x: self.inner(self.wide(x)), inner=inner, wide=wide, loops="forward")
 row(
     "address of a part of another tensor",
     lambda self, x: self.inner(self.wide(x)[1:]),

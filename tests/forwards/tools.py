@@ -45,6 +45,7 @@ HELD = {
     "namedtuple": (lambda self: Gains(self.g, 2), lambda self: self.held.gain**self.held.power),
     "list in a tuple": (lambda self: ([self.g],), lambda self: self.held[0][0]),
     "set that is not read": (lambda self: {self.g}, own),
+    "set": (lambda self: {self.g}, lambda self: next(iter(self.held))),
     "partial": (lambda self: functools.partial(torch.add, self.g), lambda self: self.held(1)),
     "object": (in_object(Holder), lambda self: self.held.gain),
     "slots": (in_object(Slotted), lambda self: self.held.gain),
