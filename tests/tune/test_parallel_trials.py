@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.core.errors import HFusionError
 from hfusion.device.forked_worker import why_no_fork
-from hfusion.device.openmp import torch_threads
+from hfusion.device.team import torch_threads
 from hfusion.tune.sweep_workers import SweepWorkers
 from tests.tune.cases import MACHINE
 
