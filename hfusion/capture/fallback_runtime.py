@@ -188,7 +188,7 @@ def run(
     rows, writes = [], list[tuple[Tensor, Tensor]]()
     for member, number in enumerate(numbers):
         of_member = [[x[member] if isinstance(x, Listed) else x for x in group] for group in (inputs, fixed, changing)]
-        rows.append(_MemberCall(calls[number], member, shared, writes).run(*of_member))
+        rows.append(_LoopedCall(calls[number], member, shared, writes).run(*of_member))
     # Last, since autograd does not let one row be read after another was written.
     with torch.no_grad():
         for memory, value in writes:
@@ -215,7 +215,7 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _MemberCall:
+class _LoopedCall:
     """One call for one member.
 
     Attributes:
