@@ -23,7 +23,7 @@ from hfusion.device.generators import draws_kept
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 from hfusion.passes.side_effects import has_effect
 from hfusion.passes.views import writes
 from hfusion.torch_private.dispatch_modes import (

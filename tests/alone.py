@@ -17,7 +17,7 @@ import hfusion as hf
 from hfusion.capture import fallback_runtime
 from hfusion.compiler.fusion_report import ProgramReport
 from hfusion.core.calls import is_stacked
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 
 RELATIVE = 1e-9
 ABSOLUTE = 1e-11

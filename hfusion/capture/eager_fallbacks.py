@@ -35,7 +35,7 @@ from hfusion.capture.fallback_runtime import (
     share_memory,
 )
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
-from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS
+from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
 from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity, restored
 from hfusion.capture.reachable_code import holders_of, names_of
 from hfusion.capture.registered_tensors import tensors
@@ -46,7 +46,7 @@ from hfusion.core.memory import memory_order, same_values, tensors_in
 from hfusion.core.python_values import PLAIN, IdentityRef, Link, container_key, parts, walk
 from hfusion.core.tree import know_dataclasses
 from hfusion.passes.candidates import Unbatchable
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 from hfusion.torch_private.functorch import is_wrapped
 
 # Types other than tensors that arguments and results of a fallback may have; their values are equal for all members.
@@ -203,6 +203,7 @@ class _CallRecorder:
         self.calls.append(None)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors_in(leaves)]
+        orders = tuple(memory_order(tensor) for tensor, _, _ in inputs)
         self.open.append(number)
         try:
             output = method.original(*args, **kwargs)
@@ -231,7 +232,7 @@ class _CallRecorder:
             args,
             kwargs,
             pytree.tree_map(lambda leaf: leaf, output),
-            tuple(memory_order(copied) for _, _, copied in inputs),
+            orders,
             written,
             share_memory(results, sources),
             not torch.is_grad_enabled() and any(result.requires_grad for result in results),
@@ -361,7 +362,10 @@ class Fitness:
                 f"{label} has Python state in its attribute {written}, which may change while forward runs; give it as "
                 "an argument, and return it"
             )
-        read = (MEMORY_QUESTIONS.keys() | ADDRESSES) & self._names_in_code
+        asked = ADDRESSES.union(MEMORY_QUESTIONS)
+        if any(None in call.orders for call in self.records.of(island)):
+            asked |= STRIDE_QUESTIONS
+        read = asked & self._names_in_code
         if island != WHOLE and read and (read := read & names_of([self.model.get_submodule(island.path)])):
             return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
         if (held := self._outside(island)) is not None:
@@ -560,12 +564,20 @@ def opaque(
     traced_calls: list[OpaqueCall] = []
     recorded_calls = {island: itertools.cycle(records.outside(island, culprits.keys())) for island in culprits}
     stubs: dict[Island, _Stub] = {}
+    names, registered = names_of([model]), dict(tensors(model))
+    # The attributes in which code may read registered tensors a second time.
+    holding = [
+        name
+        for name, value in contents(model).items()
+        if name.rpartition(".")[2] in names and any(held in registered for held in _registered_names(value))
+    ]
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         island = method.island
         if island not in stubs:
+            copied = any(name.startswith(f"{island.path}." if island.path else "") for name in holding)
             stubs[island] = _Stub(
-                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls
+                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls, copied
             )
         return stubs[island].trace(args, kwargs)
 
@@ -582,6 +594,7 @@ class _Stub:
         changed: the keys of the model's tensors that the run changed.
         members: every member's model.
         traced_calls: the calls that were traced, with those of other stubs.
+        copied: see `OpaqueCall`.
     """
 
     method: Method
@@ -590,16 +603,11 @@ class _Stub:
     changed: frozenset[str]
     members: Sequence[nn.Module]
     traced_calls: list[OpaqueCall]
+    copied: bool = False
 
     @cached_property
     def bodies(self) -> tuple[nn.Module, ...]:
         return tuple(member.get_submodule(self.method.island.path) for member in self.members)
-
-    def _holds_tensors(self, body: nn.Module) -> bool:
-        """Return whether plain attributes that code may read hold registered tensors of ``body``."""
-        names, registered = names_of([self.members[0]]), dict(tensors(body))
-        held = (value for name, value in contents(body).items() if name.rpartition(".")[2] in names)
-        return any(name in registered for value in held for name in _registered_names(value))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add a call of `OPAQUE` to the trace, and return results of the structure of the recorded call."""
@@ -637,7 +645,7 @@ class _Stub:
             changed,
             not names_of([module]).isdisjoint(ADDRESSES),
             torch.is_grad_enabled(),
-            any(self._holds_tensors(body) for body in self.bodies),
+            self.copied,
             self.bodies,
         )
         self.traced_calls.append(call)

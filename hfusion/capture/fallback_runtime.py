@@ -30,7 +30,7 @@ from hfusion.core.memory import is_plain
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 
 # Stands for a tensor in `OpaqueCall.leaves`. None would not do, since it may be an argument.
 TENSOR = object()
@@ -184,7 +184,8 @@ def run(
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
     first = calls[numbers[0]]
-    shared = frozenset(key for key, x in zip(first.changing, changing, strict=True) if not isinstance(x, Listed))
+    named = zip((*range(len(inputs)), *first.changing), (*inputs, *changing), strict=True)
+    shared = frozenset(name for name, x in named if not isinstance(x, Listed))
     rows, writes = [], list[tuple[Tensor, Tensor]]()
     for member, number in enumerate(numbers):
         of_member = [[x[member] if isinstance(x, Listed) else x for x in group] for group in (inputs, fixed, changing)]
@@ -219,13 +220,13 @@ class _LoopedCall:
     """One call for one member.
 
     Attributes:
-        shared: the keys of changing tensors that are one object in all members.
+        shared: the positions of inputs, and the keys of changing tensors, that are one object in all members.
         writes: gets the tensors of the array that the call changes, each with its new value.
     """
 
     call: OpaqueCall
     member: int
-    shared: frozenset[str]
+    shared: frozenset[int | str]
     writes: list[tuple[Tensor, Tensor]]
 
     @property
@@ -271,12 +272,13 @@ class _LoopedCall:
     def _copied_in(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return a copy of an input in the recorded memory order, and the input itself, to compare them afterwards.
 
-        Where no copy lies as the caller's tensor does, the whole forward gets that tensor, and the copy comes second.
+        The whole forward gets the caller's tensor, and the copy comes second, where its code may see the difference.
         """
         order = None if self.call.is_whole else self.call.orders[index]
         if order is None:
             copied = _copy(x)
-            as_is = self.call.is_whole and x.layout is torch.strided and copied.stride() != x.stride()
+            as_is = self.call.is_whole and x.layout is torch.strided
+            as_is = as_is and (copied.stride() != x.stride() or (self.call.addresses and index in self.shared))
             return (x, copied) if as_is else (copied, x)
         permuted = x.permute(order).clone(memory_format=torch.contiguous_format)
         copied = permuted.permute([order.index(dim) for dim in range(len(order))])

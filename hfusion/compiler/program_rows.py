@@ -16,7 +16,7 @@ from hfusion.core.program import Kind
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import Changes, fill_rows
 from hfusion.passes.batch import batch
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 from hfusion.passes.layouts import Choice
 from hfusion.passes.regions import regions
 

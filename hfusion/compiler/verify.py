@@ -43,7 +43,7 @@ from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import scalars
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.autograd_engine import backward_gradients
 

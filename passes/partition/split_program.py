@@ -18,7 +18,7 @@ from hfusion.core.program import Kind, Part, Program, Slot
 from hfusion.core.python_values import IdentityRef
 from hfusion.core.tree import leaves
 from hfusion.passes.cost.cost import operators, viewed
-from hfusion.passes.islands import OPAQUE
+from hfusion.passes.functional import OPAQUE
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import RUNNING_STATISTICS, has_effect, written_inputs
 from hfusion.torch_private.dispatch_modes import enter_autocast, exit_autocast
