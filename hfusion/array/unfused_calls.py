@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
@@ -23,7 +24,8 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
 from hfusion.core.layout import Listed, member_values, values_of
 from hfusion.core.member_random import member_seeds
-from hfusion.core.memory import has_address
+from hfusion.core.memory import has_address, is_plain
+from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import random_states_kept, seed_in_use
 from hfusion.passes.side_effects import FailedCheck
@@ -123,11 +125,15 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
         rows = {key: of_stack[index] for key, of_stack in listed.items()}
         rows |= {key: rows[key].detach() for key, flags in frozen.items() if flags[index]}
         buffers = dict(member.named_buffers())
+        apart = {name: _with_own_version(buffer) for name, buffer in buffers.items()}
         replacements = {name: rows.get(id(stack), stack) for name, stack in stacks.items()}
         replacements = {name: row for name, row in replacements.items() if name not in buffers or is_wrapped(row)}
         for name, parameter in member.named_parameters():
             for hook in (parameter._backward_hooks or {}).values() if replacements[name].requires_grad else ():
                 replacements[name].register_hook(hook)
+        for name, buffer in apart.items():
+            held, leaf, _ = holder_of(member, name)
+            held[leaf] = buffer
         args, kwargs = arguments.of_member(index)
         # What a member draws must not depend on the modes of others, which may draw nothing.
         with nullcontext() if low is None else random_states_kept():
@@ -137,8 +143,11 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
         for name, buffer in buffers.items():
             held, leaf, _ = holder_of(member, name)
             if (assigned := held.get(leaf)) is not None and assigned is not buffer:
-                with torch.no_grad():
-                    buffer.copy_(assigned)
+                if assigned is not apart[name]:
+                    with torch.no_grad():
+                        buffer.copy_(assigned)
+                elif assigned._version > _NEW_VERSION:
+                    increment_version(buffer)
                 held[leaf] = buffer
         with torch.no_grad():
             for name in own.keys() & replacements.keys():
@@ -151,6 +160,21 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
                 f"member {index} of a fused {fused._original} runs its own code, and writes into an input that all "
                 "members see. Let it write into a copy, or give each its own by hf.stacked"
             )
+
+
+# The version of what `_with_own_version` has just made.
+_NEW_VERSION = 1
+
+
+def _with_own_version(buffer: Tensor) -> Tensor:
+    """Return a tensor in the memory of ``buffer``, of whose writes autograd knows apart from those of other rows."""
+    if buffer.requires_grad or not is_plain(buffer) or not has_address(buffer) or buffer.is_inference():
+        return buffer
+    with torch.no_grad():
+        empty = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        return keep_marks(
+            empty.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.size(), buffer.stride()), buffer
+        )
 
 
 def joined_results(results: Sequence[Any], any_sizes: bool = False) -> Any:

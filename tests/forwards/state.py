@@ -12,7 +12,7 @@ from torch import nn
 import hfusion as hf
 from tests.alone import call, normal
 from tests.forwards.numbers import Options, Row, Scaling, Slotted, with_scale
-from tests.forwards.table import FAR, MEMBERS, Table, branch, buffer, linear
+from tests.forwards.table import FAR, MEMBERS, Table, branch, buffer, linear, parameter
 
 
 def sequences():
@@ -596,3 +596,11 @@ for name in KINDS:
         text = f"rare values change: {name}, {'then it is read' if first else 'after it is read'}"
         reader = lambda name=name, first=first: Reader(name, first)  # noqa: E731
         row(text, make=reader, calls=rare_batches, loops=None)
+
+
+# Members that run one by one write into rows of one stack, each with a history of its own.
+@row("state beside a buffer that is written and used", n=buffer(1.0), w=parameter(), count=0, loops=MEMBERS)
+def counted_buffer(self, x):
+    self.count += 1
+    self.n.add_(x.detach().mean((0, 1)))
+    return x * self.w * self.n
