@@ -5,18 +5,19 @@ A forward that specializes a size that varies runs as a whole member by member: 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.eager_fallbacks import culprits, opaque, record, with_values
+from hfusion.capture.eager_fallbacks import culprits, opaque, record
 from hfusion.capture.eager_runs import runnable
 from hfusion.capture.export import capture
-from hfusion.capture.fallback_runtime import OpaqueCall
+from hfusion.capture.fallback_runtime import OpaqueCall, Result
 from hfusion.capture.method_interception import WHOLE, Island, islands
 from hfusion.capture.observe import Observation, check_state, observe
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
@@ -24,6 +25,7 @@ from hfusion.capture.reachable_code import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.program import Capture
+from hfusion.passes.functional import OPAQUE
 
 _KNOWS_SIZES = (
     "it needs to know a size that varies, as a Python loop over a length does, so that a graph would hold for one size "
@@ -127,7 +129,7 @@ def _with_loops(
     def capture_around(stubs: Mapping[Island, str]) -> None:
         with opaque(model, stubs, records, bodies) as calls:
             graph = capture(model, args, kwargs, varying=False, dims=sizes.dims)
-        with_values(graph.graph, calls)
+        _add_values(graph.graph, calls)
         graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
 
     fallbacks = culprits(model, records, looped, capture_around)
@@ -137,6 +139,24 @@ def _with_loops(
         capture_around(fallbacks)
     _check_modes(records.modes, [island.path for island in fallbacks])
     return graphs[frozenset(fallbacks)]
+
+
+def _add_values(graph: fx.Graph, calls_in_graph: Sequence[OpaqueCall]) -> None:
+    """Let the graph of a forward that runs as a whole member by member return its values that are no tensors."""
+    for call in calls_in_graph:
+        if call.is_whole and call.values:
+            (node,) = graph.find_nodes(op="call_function", target=OPAQUE)
+            output = next(iter(reversed(graph.nodes)))
+            results: list[Any] = list(output.args[0])
+            position = len(node.meta["val"])
+            node.meta["val"] = [*node.meta["val"], *call.values]
+            for index, value in enumerate(call.results):
+                if not isinstance(value, Result):
+                    with graph.inserting_before(output):
+                        results[index] = graph.call_function(operator.getitem, (node, position))
+                    results[index].meta["val"] = value
+                    position += 1
+            output.args = (tuple(results),)
 
 
 def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:

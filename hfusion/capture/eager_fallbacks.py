@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import operator
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -341,32 +340,33 @@ class Fitness:
         label = f"{island} can only run in a loop over members, and"
         if island in self.records.failed:
             return f"{label} raises an error, which forward catches; let it check before it calls"
-        for call in self.records.of(island):
-            for leaf in pytree.tree_leaves(call.output):
-                if leaf is not None and not isinstance(leaf, (Tensor, *(ARGUMENTS if island == WHOLE else _RESULTS))):
-                    return (
-                        f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
-                        f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
-                    )
-            if call.attached and island != WHOLE:
-                return f"{label} gives results with a gradient while gradients are off; switch them on around it"
-            if call.altered and island != WHOLE:
-                return f"{label} changes a list, dict or object among its arguments; return what it adds"
-            for leaf in pytree.tree_leaves((call.args, call.kwargs)):
-                if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
-                    return f"{label} takes {_describe(leaf)}, which may belong to one member; pass tensors and numbers"
-            if island == WHOLE and call.written:
+        calls, kinds = self.records.of(island), ARGUMENTS if island == WHOLE else _RESULTS
+        for leaf in pytree.tree_leaves([call.output for call in calls]):
+            if leaf is not None and not isinstance(leaf, (Tensor, *kinds)):
+                return (
+                    f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
+                    f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
+                )
+        if island == WHOLE:
+            if any(call.written for call in calls):
                 return f"{label} writes into its input, which members may share; let it write into a copy"
-        if island != WHOLE and (written := self.records.state.written(island)) is not None:
+            return None
+        if any(call.attached for call in calls):
+            return f"{label} gives results with a gradient while gradients are off; switch them on around it"
+        if any(call.altered for call in calls):
+            return f"{label} changes a list, dict or object among its arguments; return what it adds"
+        for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in calls]):
+            if leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
+                return f"{label} takes {_describe(leaf)}, which may belong to one member; pass tensors and numbers"
+        if (written := self.records.state.written(island)) is not None:
             return (
                 f"{label} has Python state in its attribute {written}, which may change while forward runs; give it as "
                 "an argument, and return it"
             )
-        asked = ADDRESSES.union(MEMORY_QUESTIONS)
-        if any(None in call.orders for call in self.records.of(island)):
-            asked |= STRIDE_QUESTIONS
-        read = asked & self._names_in_code
-        if island != WHOLE and read and (read := read & names_of([self.model.get_submodule(island.path)])):
+        read = ADDRESSES.union(MEMORY_QUESTIONS)
+        if any(None in call.orders for call in calls):
+            read |= STRIDE_QUESTIONS
+        if (read & self._names_in_code) and (read := read & names_of([self.model.get_submodule(island.path)])):
             return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
         if (held := self._outside(island)) is not None:
             return (
@@ -651,28 +651,10 @@ class _Stub:
         self.traced_calls.append(call)
         own = [registered[key] for key in fixed], [registered[key] for key in changing]
         fresh = iter(OPAQUE(inputs, *own, numbered(call), sorted(record.written), record.shares))
-        # torch.export takes few kinds of values (see `with_values`), and drops the fields of dataclasses that are None.
+        # torch.export takes few kinds of values, which are added later, and drops fields of dataclasses that are None.
         others = [0] * len(output) if island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
         return pytree.tree_unflatten(leaves, out_spec)
-
-
-def with_values(graph: fx.Graph, calls_in_graph: Sequence[OpaqueCall]) -> None:
-    """Let the graph of a forward that runs as a whole member by member return its values that are no tensors."""
-    for call in calls_in_graph:
-        if call.is_whole and call.values:
-            (node,) = graph.find_nodes(op="call_function", target=OPAQUE)
-            output = next(iter(reversed(graph.nodes)))
-            results: list[Any] = list(output.args[0])
-            position = len(node.meta["val"])
-            node.meta["val"] = [*node.meta["val"], *call.values]
-            for index, value in enumerate(call.results):
-                if not isinstance(value, Result):
-                    with graph.inserting_before(output):
-                        results[index] = graph.call_function(operator.getitem, (node, position))
-                    results[index].meta["val"] = value
-                    position += 1
-            output.args = (tuple(results),)
 
 
 def _result(result: Tensor, inputs: Sequence[Tensor]) -> Result:
