@@ -3,8 +3,6 @@
 from hfusion.ops import (
     attention,
     conv,
-    distance,
-    gru,
     index,
     linear,
     loss,
@@ -22,8 +20,6 @@ from hfusion.ops.rule import RuleTable, merge
 RULES: RuleTable = merge(
     attention.RULES,
     conv.RULES,
-    distance.RULES,
-    gru.RULES,
     index.RULES,
     linear.RULES,
     loss.RULES,

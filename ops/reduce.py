@@ -26,7 +26,7 @@ from hfusion.ops.rule import (
     pointwise,
     table,
 )
-from hfusion.ops.shape import NEEDS_0_1, NEEDS_1, along
+from hfusion.ops.shape import NEEDS_0_1, NEEDS_1, along, shifted
 
 aten = torch.ops.aten
 
@@ -121,7 +121,36 @@ _REDUCING = overloads(
     *(aten.linalg_vector_norm, aten.max, aten.min, aten.median, aten.nanmedian, aten.mode, aten.kthvalue),
 )
 
+
+# Distances and similarities between rows.
+
+
+def cosine_similarity(site: Site, *, x1: Value, x2: Value, dim: int, eps: float) -> Call:
+    """Broadcasts ``x1`` and ``x2``; ``dim`` counts in the result of that."""
+    rank = max(x1.rank, x2.rank)
+    if rank == 0 or has_per_member((dim, eps)) or Layout.LISTED in (x1.layout, x2.layout):
+        return loop(site, {"x1": x1, "x2": x2, "dim": dim, "eps": eps})
+    a, b = (v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (x1, x2))
+    return site.call(site.target, (a, b, shifted(dim, rank), eps), Layout.STACKED, "stacked")
+
+
+def pairwise_distance(site: Site, *, x1: Value, x2: Value, p: float, eps: float, keepdim: bool) -> Call:
+    """Broadcasts ``x1`` and ``x2``, and reduces the last dim."""
+    if has_per_member((p, eps, keepdim)) or Layout.LISTED in (x1.layout, x2.layout):
+        return loop(site, {"x1": x1, "x2": x2, "p": p, "eps": eps, "keepdim": keepdim})
+    rank = max(x1.rank, x2.rank)
+    a, b = (v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (x1, x2))
+    return site.call(site.target, (a, b, p, eps, keepdim), Layout.STACKED, "stacked")
+
+
+_DISTANCES: RuleTable = {
+    aten.cosine_similarity.default: cosine_similarity,
+    aten.pairwise_distance.default: pairwise_distance,
+}
+
+
 RULES: RuleTable = {
+    **_DISTANCES,
     **table(_SHAPE_KEEPING, along("dim", packed=NEEDS_1)),
     **table(_REDUCING, over),
     **table((aten.all.dim, aten.any.dim, aten.prod.dim_int, aten.count_nonzero.dim_IntList), over),

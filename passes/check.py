@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, Listed, lift, lift_packed
-from hfusion.core.program import Program
 from hfusion.core.stages import BrokenProgram
 from hfusion.core.tree import leaves
 from hfusion.device.backend import accelerators
@@ -83,26 +82,6 @@ def check_array(module: fx.GraphModule, members: int) -> None:
         return
     with fakes():
         _Fake(module, members).run(*_inputs(graph, members))
-
-
-def check_code(program: Program) -> None:
-    """Check that a program's code, with loops gathered, computes the same as the program of single calls."""
-    _lint(program.code.graph)
-    names = [[n.name for n in m.graph.nodes if n.op == "placeholder"] for m in (program.module, program.code)]
-    if names[0] != names[1]:
-        raise BrokenProgram(f"the code takes {names[1]}, the program {names[0]}")
-    if any(_opaque(node) or _reads(node) for node in program.module.graph.nodes):
-        return
-    shapes = []
-    for module in (program.module, program.code):
-        with fakes():
-            try:
-                outputs = module(*_inputs(program.module.graph, program.members))
-            except _UNTOLD:
-                return
-        shapes.append([_describe(x) for x in leaves(outputs, Tensor)])
-    if shapes[0] != shapes[1]:
-        raise BrokenProgram(f"the code gives {shapes[1]}, the program {shapes[0]}")
 
 
 def check_rewritten(before: fx.Graph, after: fx.Graph) -> None:

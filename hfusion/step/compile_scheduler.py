@@ -75,7 +75,7 @@ class ProgramMaker:
         if self._take_fitting(variant, call):
             return
         if isinstance(variant.state, Compiling):
-            if variant.state.job.ready():
+            if self.compile or variant.state.job.ready():
                 self._take(variant, variant.state, size, autocast)
             return
         # A program that was compiled before costs nothing, so it is looked for at once.
@@ -116,12 +116,13 @@ class ProgramMaker:
 
     def _take(self, variant: StepVariant, pending: Compiling, size: int | None, autocast: Any) -> None:
         """Use the program that another process has compiled for ``variant``."""
-        variant.state = Eager()
+        variant.state, partition = Eager(), variant.partition
         why = pending.job.result()
         if not why:
             self._make(variant, pending.call, size, autocast, find_only=True)
             why = "the compiled program cannot be read"
-        if isinstance(variant.state, Eager):
+        # With another partition, the next call requests other programs.
+        if isinstance(variant.state, Eager) and variant.partition is partition:
             variant.state = Refused(f"its compilation in the background failed: {why}")
 
     def _make(self, variant: StepVariant, call: StepCall, size: int | None, autocast: Any, *, find_only: bool) -> None:
@@ -130,7 +131,7 @@ class ProgramMaker:
         If there is none, the state of ``variant`` holds the reason. ``find_only``: compile nothing.
         """
         assert variant.sources is not None
-        if self.count >= MAX_PROGRAMS:
+        if self.count >= MAX_PROGRAMS and not find_only:
             variant.state = Refused(
                 f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
             )

@@ -103,29 +103,22 @@ class MemoryBudget:
 
     def _new_plans(self, program: Program, sizes: SymbolSizes, state: int, before: StepPlans | None) -> StepPlans:
         """Return plans with blocks that are not larger than those of ``before``."""
+        members = len(self._fused)
+        # Blocks are as even as they can be.
+        even = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
+
+        def plan(most: int, *, is_compiled: bool) -> MemoryPlan:
+            peaks = {n: state + block_bytes(program, n, sizes, is_compiled=is_compiled) for n in even if n <= most}
+            size = max((n for n, peak in peaks.items() if peak <= self.bytes), default=1)
+            return MemoryPlan(members, size, peaks[size], self.bytes)
+
         least = state + block_bytes(program, 1, sizes)
         if least > self.bytes:
             raise PlanError(self._too_little(state, least))
-        most = (None, None) if before is None else (before.eager.size, before.compiled.size)
         return StepPlans(
-            self._new_plan(program, sizes, state, most[0], is_compiled=False),
-            self._new_plan(program, sizes, state, most[1], is_compiled=True),
+            plan(members if before is None else before.eager.size, is_compiled=False),
+            plan(members if before is None else before.compiled.size, is_compiled=True),
         )
-
-    def _new_plan(
-        self, program: Program, sizes: SymbolSizes, state: int, most: int | None, *, is_compiled: bool
-    ) -> MemoryPlan:
-        """Return a plan with at most ``most`` members per block, and with one if no number is estimated to fit."""
-        members = len(self._fused)
-
-        def peak(size: int) -> int:
-            return state + block_bytes(program, size, sizes, is_compiled=is_compiled)
-
-        # Blocks are as even as they can be.
-        candidates = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
-        fitting = [size for size in candidates if size <= (most or members) and peak(size) <= self.bytes]
-        size = max(fitting, default=1)
-        return MemoryPlan(members, size, peak(size), self.bytes)
 
     def _too_little(self, state: int, peak: int) -> str:
         return (

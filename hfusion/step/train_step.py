@@ -102,7 +102,8 @@ class TrainStep:
         self._uncompiled: dict[str, CallReport] = {}
         self._memory: dict[str, StepPlans] = {}
         self._warned: set[str] = set()
-        self._trained = TrainedParameters(fused, opt)
+        # The tensors of the latest compiled step, for which `_check_trained` has passed.
+        self._checked_tensors: GuardedTensors | None = None
         self._maker = ProgramMaker(compile, parts, self._variants, fused, self._losses_by_autograd)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
@@ -155,7 +156,9 @@ class TrainStep:
             losses = self._eager(prepared)[0]
             variant.seconds += perf_counter() - began
             return losses
-        self._trained.check_program(variant.guarded_tensors)
+        if variant.guarded_tensors is None or variant.guarded_tensors is not self._checked_tensors:
+            self._check_trained()
+            self._checked_tensors = variant.guarded_tensors
         if self.idle and not variant.draws_together:
             call = replace(call, idle=self.idle)
         with without_autocast(situation[2]):
@@ -224,9 +227,30 @@ class TrainStep:
         self._fused.zero_grad()
         divided = partial(_backward_divided, divisor=self.divisor) if self.divisor > 1 else None
         losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds(), divided)
-        self._trained.check_backward()
+        # It started without gradients, so only parameters of the array can have one now.
+        if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
+            self._check_trained()
         self.update(losses)
         return losses, outputs
+
+    def _check_trained(self) -> None:
+        """Raise FusionError if the optimizer has none of the array's parameters: steps would train nothing.
+
+        `fully_shard` replaces parameters.
+        """
+        parameters = {id(param): param for param in self._fused.parameters()}
+        if any(id(param) in parameters for group in self._optimizer.param_groups for param in group["params"]):
+            # Gradients are missing for another reason: parameters are frozen, or forward does not use them.
+            return
+        for param in parameters.values():
+            check_whole_stack(
+                param, "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained})"
+            )
+        raise FusionError(
+            f"the parameters of the fused {self._fused._original} were replaced after train_step was made, and the "
+            f"{type(self._optimizer).__name__} has none of them: make the optimizer and the step of fused.parameters() "
+            "again"
+        )
 
     def _losses_by_autograd(self, situation: Any, call: StepCall) -> Tensor:
         """Write gradients and buffers of a call in a situation, without an update, and return the losses ``[B]``."""
@@ -405,46 +429,6 @@ def _backward_divided(losses: Tensor, rows: range, *, divisor: int) -> None:
     """Compute the gradients of the sum of losses, divided by ``divisor``."""
     with without_autocast(active_autocast()):
         (losses.sum() / divisor).backward()
-
-
-# Check that an optimizer still has the parameters of its array, which `fully_shard` replaces.
-
-
-class TrainedParameters:
-    """Checks that an optimizer has parameters of its array. If all were replaced, steps would train nothing.
-
-    Raises FusionError if the optimizer has none of the array's parameters.
-    """
-
-    def __init__(self, fused: FusedModule, optimizer: Optimizer) -> None:
-        self._fused, self._optimizer = fused, optimizer
-        self._checked_tensors: GuardedTensors | None = None
-
-    def check_backward(self) -> None:
-        """Check after a backward that started without gradients: only parameters of the array can have one now."""
-        if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
-            self._check()
-
-    def check_program(self, tensors: GuardedTensors | None) -> None:
-        """Check before a compiled step with ``tensors``. Does nothing if they passed at the previous step."""
-        if tensors is None or tensors is not self._checked_tensors:
-            self._check()
-            self._checked_tensors = tensors
-
-    def _check(self) -> None:
-        parameters = {id(param): param for param in self._fused.parameters()}
-        if any(id(param) in parameters for group in self._optimizer.param_groups for param in group["params"]):
-            # Gradients are missing for another reason: parameters are frozen, or forward does not use them.
-            return
-        for param in parameters.values():
-            check_whole_stack(
-                param, "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained})"
-            )
-        raise FusionError(
-            f"the parameters of the fused {self._fused._original} were replaced after train_step was made, and the "
-            f"{type(self._optimizer).__name__} has none of them: make the optimizer and the step of fused.parameters() "
-            "again"
-        )
 
 
 # Assertions of forward and loss in a compiled step. If one fails, the step is undone.

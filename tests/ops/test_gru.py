@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.layout import Layout
-from hfusion.ops import gru
+from hfusion.ops.rnn import gru_stacked
 from hfusion.ops.rule import call_per_member
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
@@ -57,7 +57,7 @@ def test_large_layers_and_those_without_kernels_run_per_member(
     native_code: str, monkeypatch: pytest.MonkeyPatch, kernels: None
 ) -> None:
     monkeypatch.setenv("HFUSION_NATIVE", native_code)
-    for size, expected in ((4, gru.gru_stacked if native_code == "1" else call_per_member), (512, call_per_member)):
+    for size, expected in ((4, gru_stacked if native_code == "1" else call_per_member), (512, call_per_member)):
         gru_case = case(features=size, size=size, biases=False, first=True)
         operands = [torch.zeros(2, 5, size), torch.zeros(1, 2, size)]
         operands += [torch.zeros(3 * size, size), torch.zeros(3 * size, size)]
