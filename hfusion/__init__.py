@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from hfusion.checkpoint.save import load as load
     from hfusion.checkpoint.save import save as save
     from hfusion.cluster.cluster import Cluster as Cluster
-    from hfusion.cluster.rank_copies import copy_rows as copy_rows
+    from hfusion.cluster.cluster import plan as plan
+    from hfusion.cluster.cluster import train as train
+    from hfusion.cluster.ranks import copy_rows as copy_rows
     from hfusion.cluster.ranks import gather_rows as gather_rows
     from hfusion.cluster.ranks import rows as rows
-    from hfusion.cluster.train_tasks import plan as plan
-    from hfusion.cluster.train_tasks import train as train
     from hfusion.core.calls import stacked as stacked
     from hfusion.core.errors import CheckpointError as CheckpointError
     from hfusion.core.errors import ForwardsDiffer as ForwardsDiffer
@@ -60,10 +60,8 @@ _NAMES = {
     "hfusion.array.module": ("FusedModule",),
     "hfusion.array.per_model": ("per_model",),
     "hfusion.checkpoint.save": ("load", "save"),
-    "hfusion.cluster.cluster": ("Cluster",),
-    "hfusion.cluster.rank_copies": ("copy_rows",),
-    "hfusion.cluster.ranks": ("gather_rows", "rows"),
-    "hfusion.cluster.train_tasks": ("plan", "train"),
+    "hfusion.cluster.cluster": ("Cluster", "plan", "train"),
+    "hfusion.cluster.ranks": ("copy_rows", "gather_rows", "rows"),
     "hfusion.core.calls": ("stacked",),
     "hfusion.core.errors": (
         "CheckpointError",

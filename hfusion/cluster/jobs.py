@@ -15,9 +15,8 @@ from torch.optim import lr_scheduler
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.messages import DeviceInfo, Executor
+from hfusion.cluster.messages import DeviceInfo, Executor, pack_with_keys
 from hfusion.cluster.node import ArrayJob
-from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.errors import PlanError
 from hfusion.tasks.array_plan import Room
 from hfusion.tasks.checkpoints import check_every, check_folder

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
-from hfusion.cluster.messages import Answered, DeviceInfo, Lost, failure
-from hfusion.cluster.serialization import unpack
+from hfusion.cluster.messages import Answered, DeviceInfo, Lost, failure, unpack
 from hfusion.device.forked_worker import Failure
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
@@ -74,23 +73,6 @@ class ResultMessage:
 
     results: tuple[Step | Evaluation, ...]
     notes: tuple[ArrayNote, ...] = ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return a state with all losses in one tensor: pickling each takes a tenth of a small minibatch."""
-        losses = [result.losses for result in self.results]
-        if len({item.dtype for item in losses}) != 1:
-            return vars(self)
-        heads = [(type(item), {**vars(item), "losses": item.losses.shape}) for item in self.results]
-        joined = torch.cat([item.reshape(-1) for item in losses])
-        return {"heads": heads, "losses": joined, "notes": self.notes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "heads" in state:
-            pieces = state["losses"].split([head["losses"].numel() for _, head in state["heads"]])
-            pairs = zip(state["heads"], pieces, strict=True)
-            results = (kind(**{**head, "losses": piece.view(head["losses"])}) for (kind, head), piece in pairs)
-            state = {"results": tuple(results), "notes": state["notes"]}
-        self.__dict__.update(state)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hfusion.cluster.messages import DeviceInfo, Lost, failure
+from hfusion.cluster.messages import DeviceInfo, Lost, failure, pack, pack_message, unpack, unpack_message
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, Message
-from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message
 from hfusion.core.claimed_folder import run_folder
 from hfusion.core.errors import HFusionError
 from hfusion.device.forked_worker import Failure

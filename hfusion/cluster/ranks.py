@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from hfusion.core.member_table import MemberTable
+from hfusion.core.row_indices import pairs
+from hfusion.population.members import EventKind
+from hfusion.population.population import Population
+from hfusion.population.training_group import TrainingGroup
+from hfusion.population.weights import member_tensors
 
 
 def rows(members: int, rank: int | None = None, world: int | None = None) -> slice:
@@ -87,3 +96,114 @@ def _rank_and_world() -> tuple[int, int]:
     if _running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+# Members of a population that is spread over ranks, copied from one rank to another by send and receive.
+
+
+def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+    """Copy members between the populations of all ranks, as ``pop.copy(src, dst)`` does within one.
+
+    Rows are numbered over all ranks in order, as in the results of `gather_rows`. Call it between updates, on all ranks
+    with the same rows; only ranks that send or receive a member wait. In one process it is ``pop.copy``.
+
+    Raises:
+        ValueError: as ``pop.copy``.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> models = [torch.nn.Linear(2, 1) for _ in range(2)]
+        >>> sgd = lambda params: hf.optim.SGD(params, lr=0.1)
+        >>> pop = hf.Population(models, optimizer=sgd, loss=torch.nn.functional.mse_loss, compile=False)
+        >>> hf.copy_rows(pop, src=0, dst=1)
+        >>> bool(torch.equal(pop.models[0].weight, pop.models[1].weight))
+        True
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        pop.copy(src, dst)
+        return
+    array = pop.array
+    widths: list[Any] = [0] * dist.get_world_size()
+    dist.all_gather_object(widths, len(pop))
+    starts = [sum(widths[:rank]) for rank in range(len(widths) + 1)]
+    rank = dist.get_rank()
+
+    def owner(row: int) -> int:
+        return next(candidate for candidate in range(len(widths)) if row < starts[candidate + 1])
+
+    moves = [(owner(source), source, owner(target), target) for source, target in pairs(src, dst, starts[-1])]
+    crossing = [move for move in moves if move[0] != move[2]]
+    # All are read before one is written; each rank takes its part in the same order, so that none waits for ever.
+    states = {
+        source: _member_state(array, source - starts[rank]) for from_rank, source, _, _ in crossing if from_rank == rank
+    }
+    received: list[tuple[int, Any]] = []
+    for from_rank, source, to_rank, target in crossing:
+        if from_rank == rank:
+            dist.send_object_list([states[source]], to_rank)
+        elif to_rank == rank:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, from_rank)
+            received.append((target - starts[rank], box[0]))
+    local_pairs = [(source - starts[rank], target - starts[rank]) for a, source, b, target in moves if a == b == rank]
+    if local_pairs:
+        pop.copy(*map(list, zip(*local_pairs, strict=True)))
+    for row, member in received:
+        _put(pop, row, member)
+
+
+def _member_state(group: TrainingGroup, row: int) -> dict[str, Any]:
+    """Return the state of the member in a row; for a free or frozen row, a dict with an ``error`` message."""
+    tag = group.table["tag"][row]
+    if tag is None or bool(group.table["frozen"][row]):
+        state = "is free" if tag is None else f"holds {tag!r}, which went bad and is frozen"
+        return {"error": f"row {row} of rank {dist.get_rank()} {state}: copy a healthy member"}
+    return {
+        "tables": {name: table.take([row]).to("cpu") for name, table in _tables(group).items()},
+        "scheduler": None if group.scheduler is None else group.scheduler.member_state(row),
+        "kind": None if group.scheduler is None else group.scheduler.kinds[row],
+    }
+
+
+def _put(population: Population, row: int, member: dict[str, Any]) -> None:
+    if "error" in member:
+        raise ValueError(member["error"])
+    group, received = population.array, member["tables"]
+    own, tag = _tables(group), received["member"]["tag"][0]
+    if odd := sorted(_columns(own) ^ _columns(received)):
+        raise ValueError(f"{odd[0]} is in the population of one of the ranks only: make them alike on all")
+    kind = None if group.scheduler is None else group.scheduler.kinds[row]
+    if kind != member["kind"]:
+        raise ValueError(
+            f"{tag!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
+            "a function that makes a scheduler does not go to another rank; give both members the same one"
+        )
+    group.drop_gradients()
+    name = group.table["tag"][row]
+    for kind, table in own.items():
+        if table is not group.table:
+            table.put([row], received[kind])
+    group.put_rows([row], received["member"])
+    if group.scheduler is not None:
+        group.scheduler.load_member(row, member["scheduler"])
+    if is_new := name is None:
+        (name,) = population._names.given([None], population.tags)
+    group.table.enter(row, name, row)
+    if is_new:
+        group.table.note(row, EventKind.START)
+    group.table.note(row, EventKind.COPY, tag)
+    population._changed()
+
+
+def _tables(group: TrainingGroup) -> dict[str, MemberTable]:
+    """Return all that a member has but its schedule, as live tables by name."""
+    group.optimizer.initialise()
+    module = MemberTable(len(group), dict(member_tensors(group.fused)))
+    return {name: table for name, table in group.tables().items() if name != "schedule"} | {"module": module}
+
+
+def _columns(tables: dict[str, MemberTable]) -> set[str]:
+    """Return the names of the columns that members have on all ranks or on none."""
+    kept = {name: table for name, table in tables.items() if name != "best"}
+    names = {f"{kind}/{name}" for kind, table in kept.items() for name in table.columns}
+    return {name for name in names if not name.startswith(("member/sum", "member/absent", "member/before"))}

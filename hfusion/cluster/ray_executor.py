@@ -13,9 +13,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from hfusion.cluster.messages import DeviceInfo, Lost, failure
+from hfusion.cluster.messages import DeviceInfo, Lost, failure, pack_message, unpack_message
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, End, Message
-from hfusion.cluster.serialization import pack_message, unpack_message
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
 

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hfusion.core.claimed_folder import ClaimedFolder, run_folder
 from hfusion.core.errors import SpillError
 from hfusion.core.membership import mark, membership
 from hfusion.core.program import Kind, Slot
 from hfusion.device.backend import backend
+from hfusion.device.device_queues import Mark
 from hfusion.optim.base import FusedOptimizer
-from hfusion.runtime.copying import Move, copy_now
 from hfusion.schedule.actions import Section
 
 _BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
@@ -532,3 +534,79 @@ def _reserve(descriptor: int, size: int) -> None:
         written = os.fstat(descriptor).st_size
         while written < size:
             written += os.write(descriptor, block[: size - written])
+
+
+# Memory copies between two storages, or two contiguous tensors of one dtype, and waiting for copies to the host.
+
+
+class Move(NamedTuple):
+    """A copy: source and destination."""
+
+    target: Any
+    source: Any
+
+
+def copy_now(moves: Iterable[Move]) -> None:
+    """Make the copies. On an accelerator they are queued in this thread's stream."""
+    for target, source in moves:
+        target.copy_(source, non_blocking=True)
+
+
+class Arrivals:
+    """Asynchronous copies to the host, by name, and when the last of each has arrived."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, Mark | None] = {}
+
+    def note(self, name: str, device: torch.device) -> None:
+        """Note a copy that was queued in this thread's queue of ``device``."""
+        self._marks[name] = backend(device).mark()
+
+    def wait(self, name: str) -> None:
+        """Wait for the last copy of this name, if there is one."""
+        mark = self._marks.pop(name, None)
+        if mark is not None:
+            mark.wait()
+
+
+# The folder for tensors that fit neither devices nor host memory; it is emptied however the run ends.
+
+
+class SpillFolder:
+    """A folder of this run inside ``parent``, created with its first file.
+
+    Files of killed runs are removed.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        self._made_parent = False
+        self._folder: ClaimedFolder | None = None
+
+    def file(self, name: str) -> Path:
+        """Return the path of a new file. Raises SpillError if the folder cannot be created."""
+        if self._folder is None:
+            try:
+                self._folder = self._make()
+            except OSError as error:
+                raise SpillError(
+                    f"cannot make a folder for spilled state in {self._parent.absolute()}: {error.strerror}; name a "
+                    "folder that can be written as the machine's disk"
+                ) from error
+        return self._folder.path / f"{name}.safetensors"
+
+    def close(self) -> None:
+        """Remove the folder and its files."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.remove()
+        if self._made_parent:
+            # Another run may use it by now, or have removed it.
+            with suppress(OSError):
+                self._parent.rmdir()
+
+    def _make(self) -> ClaimedFolder:
+        new = not self._parent.exists()
+        self._parent.mkdir(parents=True, exist_ok=True)
+        self._made_parent = new
+        return run_folder(self._parent)

@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Condition
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,8 @@ from hfusion.core.tree import contains, leaves, map_leaves
 from hfusion.device.backend import backend
 from hfusion.device.generators import Generators
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
-from hfusion.runtime.copying import Arrivals, Move, copy_now
-from hfusion.runtime.process import Gate
 from hfusion.runtime.recipe import Batch, Recipe, Source
-from hfusion.runtime.task_state import TaskTensors
+from hfusion.runtime.task_state import Arrivals, Move, TaskTensors, copy_now
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
@@ -626,3 +625,39 @@ def forgetting() -> saved_tensors_hooks:
 
 def _never(packed: object) -> Tensor:
     raise AssertionError("a graph that kept nothing was walked")
+
+
+# The lock between computing and capturing: torch.export patches state of the whole process.
+
+
+class Gate:
+    """A lock: either many threads compute, or one captures, as torch.export patches state of the whole process."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._computing = 0
+        self._exclusive = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._exclusive)
+            self._computing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._computing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._exclusive and not self._computing)
+            self._exclusive = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._exclusive = False
+                self._changed.notify_all()

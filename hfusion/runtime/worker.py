@@ -20,9 +20,8 @@ import torch
 from hfusion.device.backend import backend
 from hfusion.device.device_queues import Mark, MarkClock, Queue
 from hfusion.device.team import release_team
-from hfusion.runtime.copying import Move, copy_now
-from hfusion.runtime.process import Gate
-from hfusion.runtime.training import Training
+from hfusion.runtime.task_state import Move, copy_now
+from hfusion.runtime.training import Gate, Training
 from hfusion.schedule.actions import Act, Action, Section
 from hfusion.schedule.engine import TaskFailed, Ticket
 from hfusion.schedule.plan import Phase, Unit

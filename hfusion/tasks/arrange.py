@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ from hfusion.tasks.array_plan import Room, array_plan, minibatch_seconds
 from hfusion.tasks.minibatch import Minibatch, Shapes, largest, samples
 from hfusion.tasks.reading import generators, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
-from hfusion.tasks.source import Evaluated, Stream, Trained
+from hfusion.tasks.source import Stream, Trained, evaluation_parts
 from hfusion.tasks.task import Task, optimizer_of, shapes
 
 Turn: TypeAlias = AbstractContextManager[Any] | None
@@ -67,7 +67,7 @@ class Arrangement:
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
     ) -> tuple[Stream, Recipe]:
         """Return the training minibatches, cut into the shards of ``plan``, and the recipe of the planned one."""
-        programs = Trained(self.task.name, self.array, plan.shards)
+        programs = Trained(self.task.name, self.array, plan.shards).make
         planned = self.first.shapes[0]
         stream = Stream(self.task, self.task.loader, self.members, loss, programs, planned, devices, turn)
         return stream, stream.prepare(self.minibatch())
@@ -82,7 +82,7 @@ class Arrangement:
         turn: Turn = None,
     ) -> tuple[Stream, Recipe]:
         """Return the same for evaluation. A shard uses only the tensors of its set in ``held``, see `match_cuts`."""
-        programs = Evaluated(self.array, names, held)
+        programs = partial(evaluation_parts, self.array, names, held)
         stream = Stream(self.task, loader, self.members, loss, programs, self.first.shapes[1], devices, turn)
         return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
 

@@ -22,10 +22,9 @@ from hfusion.core.text import file_name
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayNote
-from hfusion.tasks.best_weights import BestWeights
-from hfusion.tasks.minibatch_border import Border
-from hfusion.tasks.position import Position
-from hfusion.tasks.scheduling import TaskScheduler
+from hfusion.tasks.minibatch_border import Border, TaskScheduler
+from hfusion.tasks.reading import Position
+from hfusion.tasks.stopping import BestWeights
 
 # Number of saves of an array that are kept in its folder.
 _KEEP = 3

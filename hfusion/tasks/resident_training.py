@@ -23,9 +23,8 @@ from hfusion.core.exclusive import compiling_within
 from hfusion.device.backend import backend
 from hfusion.device.device_queues import Mark
 from hfusion.optim.clip import clip_stacks
-from hfusion.runtime.copying import Move
-from hfusion.runtime.process import Gate
-from hfusion.runtime.training import Training
+from hfusion.runtime.task_state import Move
+from hfusion.runtime.training import Gate, Training
 from hfusion.schedule.engine import Slices
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 from hfusion.schedule.timeline import Span

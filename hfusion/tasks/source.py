@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -30,8 +29,7 @@ from hfusion.passes.partition.split_program import input_names, match_cuts, spli
 from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
 from hfusion.tasks.minibatch import Minibatch, Shapes, samples
-from hfusion.tasks.position import Position, rereading
-from hfusion.tasks.reading import Reader, end_workers, length, reading
+from hfusion.tasks.reading import Position, Reader, end_workers, length, reading, rereading
 from hfusion.tasks.task import Task
 
 # Checked losses, by program and kind of minibatch, and whether they may draw random numbers.
@@ -39,14 +37,8 @@ MAX_LOSSES = 256
 _draws_of_losses: dict[Any, bool] = {}
 
 
-class CutPrograms(Protocol):
-    """Captures programs for an ``array``'s minibatches and cuts them into parts."""
-
-    @property
-    def array(self) -> FusedModule: ...
-
-    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
-        """Return the program for minibatches like this one, and its parts. Raises FusionError or PlanError."""
+# Returns the program for minibatches like this one, and its parts. Raises FusionError or PlanError.
+CutPrograms: TypeAlias = "Callable[[Minibatch], tuple[Compiled, tuple[Part, ...]]]"
 
 
 class Trained:
@@ -79,20 +71,16 @@ class Trained:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluated:
-    """Programs for evaluation, cut so that each shard uses the tensors it holds in training, see `match_cuts`."""
+def evaluation_parts(
+    array: FusedModule, names: Mapping[str, str], held: Sequence[frozenset[str]], minibatch: Minibatch
+) -> tuple[Compiled, tuple[Part, ...]]:
+    """Capture the program in eval mode, and cut it so that each shard uses what it holds in training, see `match_cuts`.
 
-    array: FusedModule
-    names: Mapping[str, str]
-    held: Sequence[frozenset[str]]
-
-    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
-        """Capture the program in eval mode and cut it into parts. The mode of the array is restored."""
-        with self.array.evaluating():
-            compiled = self.array.compiled(minibatch.arguments_for(self.array))
-        ends = match_cuts(compiled.program, self.names, self.held)
-        return compiled, split(compiled.program, ends)
+    The mode of the array is restored.
+    """
+    with array.evaluating():
+        compiled = array.compiled(minibatch.arguments_for(array))
+    return compiled, split(compiled.program, match_cuts(compiled.program, names, held))
 
 
 class Stream:
@@ -133,7 +121,6 @@ class Stream:
         self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
-        # The program of each recipe, with the values of buffers that are constants in it.
 
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
         """Return the next minibatch. Raises PlanError if an epoch was shorter or longer than the loader's length."""
@@ -191,7 +178,7 @@ class Stream:
                     f"{samples((planned,))}, those of the first minibatch: let the first one of each loader be the "
                     "largest, or give a list of minibatches"
                 )
-        compiled, parts = self._programs.make(minibatch)
+        compiled, parts = self._programs(minibatch)
         program = compiled.program
         loss = self._loss.state()
         key = IdentityRef(program), loss, minibatch.key, tuple(self._devices)

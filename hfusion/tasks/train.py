@@ -24,8 +24,7 @@ from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector, plain
 from hfusion.runtime.recipe import Recipe
-from hfusion.runtime.spill import SpillFolder
-from hfusion.runtime.task_state import Holding, TaskTensors, holdings
+from hfusion.runtime.task_state import Holding, SpillFolder, TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine, Slices, TaskFailed
@@ -33,13 +32,11 @@ from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy, named
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Arrangement, arrange_one
-from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote
-from hfusion.tasks.bars import TaskBars
+from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote, TaskBars
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.minibatch_border import Border, all_heard
+from hfusion.tasks.minibatch_border import Border, TaskScheduler, all_heard
 from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly, spilled_reason
-from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task

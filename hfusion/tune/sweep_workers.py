@@ -104,7 +104,7 @@ class RowsJob:
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
         """Run in a process of a cluster. Models are returned as tensors: their class may be importable here alone."""
-        from hfusion.cluster.serialization import unpack
+        from hfusion.cluster.messages import unpack
 
         if "host" not in trainer.call_state:
             recipe, maker = unpack(part(self.recipe_ref))
@@ -276,7 +276,7 @@ class SweepWorkers:
         self.lost: Callable[[str, str], None] = lambda name, reason: None
 
     def _pack(self, what: str, value: Any) -> bytes:
-        from hfusion.cluster.serialization import pack
+        from hfusion.cluster.messages import pack
 
         return pack(what, value, {})
 

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfusion.cluster.placement import Placement
+from hfusion.cluster.driver import Placement
 
 
 def simulated(

@@ -18,8 +18,13 @@ from torch import Tensor, nn
 cloudpickle = pytest.importorskip("cloudpickle")
 
 import hfusion as hf  # noqa: E402
-from hfusion.cluster.messages import failure  # noqa: E402
-from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message  # noqa: E402
+from hfusion.cluster.messages import (  # noqa: E402
+    failure,
+    pack,
+    pack_message,
+    unpack,
+    unpack_message,
+)
 from tests.cluster.ray_environment import RAY_ENVIRONMENT  # noqa: E402
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned, run_folder, temporary_folder
 from hfusion.core.event_log import EventLog, first_line, read_events
-from hfusion.tasks.bars import TaskBars
+from hfusion.tasks.array_log import TaskBars
 
 
 def test_only_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:

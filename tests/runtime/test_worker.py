@@ -20,8 +20,7 @@ import hfusion as hf
 from hfusion.core.errors import SpillError
 from hfusion.device.device_queues import Queue
 from hfusion.runtime import worker
-from hfusion.runtime.spill import SpillFolder
-from hfusion.runtime.task_state import STATE, HostStore
+from hfusion.runtime.task_state import STATE, HostStore, SpillFolder
 from hfusion.runtime.training import Training
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Plan
