@@ -57,7 +57,7 @@ def check(optimizer: Any) -> None:
     kind = type(optimizer)
     if kind in _ELEMENTWISE or getattr(optimizer, "keeps_members_apart", False):
         return
-    stack = _first_stack(optimizer)
+    stack = next((mark for _, mark in _marked(optimizer) if mark.stacked and mark.members > 1), None)
     if stack is None:
         return
     name = f"{kind.__module__.removesuffix('.' + kind.__name__.lower())}.{kind.__qualname__}"
@@ -77,9 +77,8 @@ def _check_frozen(optimizer: Optimizer) -> None:
     """Raise FusionError if some members do not train a parameter: torch's optimizers would still change their rows."""
     if not any_absent() or getattr(optimizer, "leaves_rows_alone", False):
         return
-    for param in _params(optimizer):
-        frozen, mark = frozen_rows(param), membership(param)
-        if frozen is not None and mark is not None:
+    for param, mark in _marked(optimizer):
+        if (frozen := frozen_rows(param)) is not None:
             raise FusionError(
                 f"members {frozen.nonzero().reshape(-1).tolist()} do not train {mark.name!r}, and others do: "
                 f"{type(optimizer).__name__} would move their rows by momentum and weight decay; take the one of that "
@@ -122,18 +121,9 @@ def check_groups(optimizer: Optimizer) -> None:
         _warn_once(f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own")
 
 
-def _first_stack(optimizer: Any) -> Membership | None:
-    """A parameter of ``optimizer`` that belongs to several members."""
+def _marked(optimizer: Any) -> Iterator[tuple[Tensor, Membership]]:
+    """Yield the parameters of ``optimizer`` that belong to arrays."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            mark = membership(param) if isinstance(param, Tensor) else None
-            if mark is not None and mark.stacked and mark.members > 1:
-                return mark
-    return None
-
-
-def _params(optimizer: Any) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, Tensor):
-                yield param
+            if isinstance(param, Tensor) and (mark := membership(param)) is not None:
+                yield param, mark

@@ -113,9 +113,14 @@ class GradScaler:
         self.begin(optimizer.members)
         inverse = self._values["scale"].double().reciprocal().float()
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        if bool((inverse != inverse[0]).any()):
-            _check_no_shared(params)
-        grads = [param.grad if membership_of(param).stacked else param.grad.unsqueeze(0) for param in params]
+        marks = [membership_of(param) for param in params]
+        shared = next((mark for mark in marks if not mark.stacked), None)
+        if shared is not None and bool((inverse != inverse[0]).any()):
+            raise FusionError(
+                f"parameter {shared.name!r} is one tensor for all {shared.members} members, and their losses have "
+                "different scales; freeze it, or use torch.amp.GradScaler"
+            )
+        grads = [p.grad if mark.stacked else p.grad.unsqueeze(0) for p, mark in zip(params, marks, strict=True)]
         bad = overflowing(grads, len(inverse))
         inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
         for grad in grads:
@@ -247,17 +252,6 @@ class GradScaler:
                 raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
         values: dict[str, Any] = {**self.initial_values, "tracker": 0.0}
         return MemberTable(count, {name: torch.full((count,), value, device="cpu") for name, value in values.items()})
-
-
-def _check_no_shared(params: Sequence[Tensor]) -> None:
-    """Raise FusionError for a parameter of all members, whose losses have different scales."""
-    for param in params:
-        mark = membership_of(param)
-        if not mark.stacked:
-            raise FusionError(
-                f"parameter {mark.name!r} is one tensor for all {mark.members} members, and their losses have "
-                "different scales; freeze it, or use torch.amp.GradScaler"
-            )
 
 
 def _vector(name: str, value: HyperValue, members: int) -> Tensor:
