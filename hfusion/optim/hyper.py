@@ -115,6 +115,22 @@ class Hyper:
     def label(self) -> str:
         return self.key if self.index is None else f"{self.key}[{self.index}]"
 
+    def get(self, group: Mapping[str, Any]) -> Any:
+        """Return the value in a param group. Raises ValueError if it is one of a pair, and there is no pair."""
+        value = group[self.key]
+        if self.index is None:
+            return value
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            raise ValueError(f"{self.key}={value!r} is not a pair")
+        return value[self.index]
+
+    def put(self, group: MutableMapping[str, Any], value: Any) -> None:
+        """Replace the value in a param group."""
+        if self.index is None:
+            group[self.key] = value
+        else:
+            group[self.key] = tuple(value if index == self.index else old for index, old in enumerate(group[self.key]))
+
     def check(self, values: Sequence[float], rows: Sequence[int] | None = None) -> None:
         """Raise a ValueError that names the first member whose value is not finite or out of range.
 
@@ -156,27 +172,17 @@ def unchanged(
     """Return whether `read` would return the same vectors and values; much cheaper than `read`."""
     with DisableTorchFunctionSubclass():
         for hyper, vector, column in zip(hypers, vectors, columns, strict=True):
-            value = group[hyper.key]
-            if hyper.index is not None:
-                value = value[hyper.index] if type(value) is tuple and len(value) == 2 else None
-            if value is not vector or vector.tolist() != column:
+            if hyper.get(group) is not vector or vector.tolist() != column:
                 return False
     return True
 
 
 def _vector(group: MutableMapping[str, Any], hyper: Hyper, members: int) -> MemberVector:
-    value = group[hyper.key]
-    if hyper.index is None:
-        if not _is_vector(value, members):
-            value = group[hyper.key] = member_vector(hyper.label, value, members)
-        return value  # type: ignore[no-any-return]
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise ValueError(f"{hyper.key}={value!r} is not a pair")
-    if not _is_vector(value[hyper.index], members):
-        pair = list(value)
-        pair[hyper.index] = member_vector(hyper.label, value[hyper.index], members)
-        value = group[hyper.key] = tuple(pair)
-    return value[hyper.index]  # type: ignore[no-any-return]
+    value = hyper.get(group)
+    if not _is_vector(value, members):
+        value = member_vector(hyper.label, value, members)
+        hyper.put(group, value)
+    return value  # type: ignore[no-any-return]
 
 
 def _is_vector(value: object, members: int) -> bool:

@@ -303,16 +303,15 @@ class PerMember(torch_schedulers.LRScheduler):
                     stand_in.add_param_group({"params": [torch.zeros((), device="cpu")]})
                 stand_in_group = stand_in.param_groups[index]
                 for hyper, column in zip(self._hypers, columns, strict=True):
-                    _write(stand_in_group, hyper.key, hyper.index, column[member])
+                    hyper.put(stand_in_group, column[member])
 
     def _push(self) -> None:
         """Copy the hyper-parameters that schedulers have written in the stand-ins to the array's optimizer."""
         for index, group in enumerate(self.optimizer.param_groups):
             vectors, _ = read(group, self._hypers, self.table.rows)
             for hyper, vector in zip(self._hypers, vectors, strict=True):
-                values = [schedule.stand_in.param_groups[index][hyper.key] for schedule in self._members]
-                numbers = values if hyper.index is None else [value[hyper.index] for value in values]
-                vector.copy_(torch.tensor([float(value) for value in numbers], dtype=torch.float64, device="cpu"))
+                numbers = [float(hyper.get(schedule.stand_in.param_groups[index])) for schedule in self._members]
+                vector.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
 class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
@@ -365,13 +364,5 @@ def _member_values(name: str, value: Any, members: int) -> list[Any]:
 def _stand_in(optimizer: Any) -> Optimizer:
     """Return a dummy optimizer for the scheduler of one member; `PerMember._pull` sets its hyper-parameters."""
     groups = [{"params": [torch.zeros((), device="cpu")]} for _ in optimizer.param_groups]
-    return Optimizer(groups, {hyper.key: 0.0 for hyper in optimizer.hypers})
-
-
-def _write(group: dict[str, Any], key: str, index: int | None, value: float) -> None:
-    if index is None:
-        group[key] = value
-    else:
-        pair = list(group[key]) if isinstance(group[key], tuple) else [0.0, 0.0]
-        pair[index] = value
-        group[key] = tuple(pair)
+    zeros = {hyper.key: 0.0 if hyper.index is None else (0.0, 0.0) for hyper in optimizer.hypers}
+    return Optimizer(groups, zeros)

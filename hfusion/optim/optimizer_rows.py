@@ -218,9 +218,7 @@ def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], rows: Sequen
         hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
         taken = False
         for hyper in hypers:
-            if hyper.index is not None and (not isinstance(value, (tuple, list)) or len(value) != 2):
-                raise ValueError(f"{key}={value!r} is not a pair")
-            values = plain(member_vector(hyper.label, value if hyper.index is None else value[hyper.index], len(rows)))
+            values = plain(member_vector(hyper.label, hyper.get({key: value}), len(rows)))
             hyper.check(values.tolist(), rows)
             for group_values, explicit, first in zip(
                 new_values, optimizer.explicit_keys, optimizer.initial_values, strict=True
@@ -264,15 +262,11 @@ def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> 
 
 def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
     """Set a hyper-parameter to ``vector``; in place if the present vector has the same length."""
-    value = vector.as_subclass(MemberVector)
-    held = group[hyper.key]
-    current = held if hyper.index is None else held[hyper.index]
+    value, current = vector.as_subclass(MemberVector), hyper.get(group)
     if isinstance(current, MemberVector) and current.shape == value.shape:
         current.copy_(value)
-    elif hyper.index is None:
-        group[hyper.key] = value
     else:
-        group[hyper.key] = tuple(value if index == hyper.index else item for index, item in enumerate(held))
+        hyper.put(group, value)
 
 
 def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
