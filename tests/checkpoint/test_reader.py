@@ -49,6 +49,28 @@ def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
             hf.load(tmp_path, *array(*[nn.Linear(4, 4) for _ in range(3)]))
 
 
+def test_a_base_that_members_train_together_is_saved_with_its_state(tmp_path: Path) -> None:
+    def array(count: int) -> tuple[hf.FusedModule, hf.optim.FusedOptimizer]:
+        base = nn.Linear(4, 4)
+        fused = hf.fuse([nn.Sequential(base, nn.Linear(4, 3)) for _ in range(count)])
+        return fused, hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
+
+    fused, opt = array(3)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=False)
+    step(*BATCH)
+    hf.save(tmp_path, fused, opt)
+    again, other = array(3)
+    hf.load(tmp_path, again, other)
+    pairs = zip(fused.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(opt.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"]) for p, q in pairs)
+    losses = step(*BATCH)
+    assert torch.equal(losses, hf.train_step(again, F.cross_entropy, other, compile=False)(*BATCH))
+    alone, alone_opt = array(1)
+    hf.load(tmp_path, alone, alone_opt, tags="member 1")
+    with pytest.raises(hf.CheckpointError, match=r"0\.weight is trained and each member's own here, and was not in"):
+        hf.load(tmp_path, hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)) for _ in range(3)]))
+
+
 def test_free_rows_have_no_schedule_to_go_on(tmp_path: Path) -> None:
     """Members have schedules of different kinds, by name; who starts in a free row brings one."""
     makes: dict[str, Any] = {
