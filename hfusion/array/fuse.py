@@ -93,9 +93,7 @@ def build(
     """
     if len(seeds) == 0:
         raise FusionError("build got no seeds; give it one seed per member")
-    first = _create_model(make_model, seeds[0])
-    _check_created_model(0, first, None)
-    check_alone(0, first)
+    first = _create_model(make_model, 0, seeds[0], None)
     keep_large_blocks(len(seeds) * _largest(first))
     skeletons, variants = [skeleton(0, first)], [0]
     prints = {fingerprint(first): 0}
@@ -103,9 +101,7 @@ def build(
     sharing.add(0, first)
     stacks: dict[str, Tensor] = {}
     for index, seed in enumerate(seeds[1:], start=1):
-        model = _create_model(make_model, seed)
-        _check_created_model(index, model, first)
-        check_alone(index, model)
+        model = _create_model(make_model, index, seed, first)
         check_pair(first, index, model)
         before = sharing.keys
         sharing.add(index, model)
@@ -133,17 +129,16 @@ def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members:
         stacks[name] = stacks_by_id[id(tensor)]
 
 
-def _check_created_model(index: int, model: object, first: nn.Module | None) -> None:
+def _create_model(make_model: Callable[[], nn.Module], index: int, seed: int, first: nn.Module | None) -> nn.Module:
+    """Return a new model that can be a member. Raises FusionError."""
+    with draws_kept():
+        torch.manual_seed(seed)
+        model: nn.Module = uncompiled(make_model())
     if not isinstance(model, nn.Module):
         raise FusionError(f"make_model gave {type(model).__name__} for seed {index}, not a torch.nn.Module")
     if model is first:
         raise FusionError(f"make_model gave one object for seeds 0 and {index}; let it make a new model on every call")
-
-
-def _create_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with draws_kept():
-        torch.manual_seed(seed)
-        model: nn.Module = uncompiled(make_model())
+    check_alone(index, model)
     return model
 
 

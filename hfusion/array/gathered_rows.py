@@ -166,6 +166,32 @@ class GatheredRows:
         table = MemberTable(len(self.whole), {name: stacks[name].detach() for name in changed})
         table.put(self.rows[:count], MemberTable(len(self.array), changed))
 
+    @torch.no_grad()
+    def move_gradients(self) -> None:
+        """Add the gradients of the members, which are neighbours, to their rows; those of shared tensors are summed."""
+        shared, params = self.array._array.comparison.shared, dict(self.whole.named_parameters())
+        rows = slice(self.rows[0], self.rows[-1] + 1)
+        for name, param in self.array.named_parameters():
+            grad, param.grad = param.grad, None
+            whole, absent = params[name], None if grad is None else absent_rows(grad)
+            if grad is None or (name in shared and absent is not None and bool(absent.all())):
+                continue
+            if name in shared:
+                whole.grad = grad if whole.grad is None else whole.grad.add_(grad)
+                continue
+            if whole.grad is None:
+                whole.grad = torch.zeros_like(whole, memory_format=torch.contiguous_format)
+                mark_absent(whole.grad, torch.ones(len(whole), dtype=torch.bool, device="cpu"))
+            before = absent_rows(whole.grad)
+            if before is not None and before[rows].all():
+                whole.grad[rows] = grad
+            else:
+                whole.grad[rows] += grad
+            if before is not None:
+                missing = before.clone()
+                missing[rows] &= torch.zeros(len(grad), dtype=torch.bool) if absent is None else absent
+                mark_absent(whole.grad, missing)
+
     def check_modes(self) -> None:
         """Raise a FusionError if forward has set train or eval modes."""
         array = self.array
@@ -227,35 +253,3 @@ def _stack_of(stack: Tensor, rows: Sequence[int] | None, live: bool) -> Tensor:
 
 def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:
     return stack.detach()[rows[0] : rows[-1] + 1]
-
-
-class BlockGradients:
-    """Adds the gradients of one block of members after another to those of the whole array."""
-
-    def __init__(self, whole: nn.Module) -> None:
-        self._params = dict(whole.named_parameters())
-
-    @torch.no_grad()
-    def take(self, block: GatheredRows) -> None:
-        """Move the gradients of ``block`` into the rows of its members; gradients of shared tensors are summed."""
-        shared, rows = block.array._array.comparison.shared, slice(block.rows[0], block.rows[-1] + 1)
-        for name, param in block.array.named_parameters():
-            grad, param.grad = param.grad, None
-            whole, absent = self._params[name], None if grad is None else absent_rows(grad)
-            if grad is None or (name in shared and absent is not None and bool(absent.all())):
-                continue
-            if name in shared:
-                whole.grad = grad if whole.grad is None else whole.grad.add_(grad)
-                continue
-            if whole.grad is None:
-                whole.grad = torch.zeros_like(whole, memory_format=torch.contiguous_format)
-                mark_absent(whole.grad, torch.ones(len(whole), dtype=torch.bool, device="cpu"))
-            before = absent_rows(whole.grad)
-            if before is not None and before[rows].all():
-                whole.grad[rows] = grad
-            else:
-                whole.grad[rows] += grad
-            if before is not None:
-                missing = before.clone()
-                missing[rows] &= torch.zeros(len(grad), dtype=torch.bool) if absent is None else absent
-                mark_absent(whole.grad, missing)

@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.array.array_editing import ArrayState, Kinds, enter, find_new_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
-from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, value_keys
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, registered_names, value_keys
 from hfusion.capture.compare_models import check_pair
 from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
+from hfusion.capture.variable_guards import content
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows, lies_in, tie, untie
 from hfusion.core.membership import is_own_hook
@@ -147,7 +148,9 @@ class _Watch:
         self._readers = [(itemgetter(names[0], *names), held) for names, held in pairs if names]
         self._parameters = list({id(p): p for member in members for p in member.parameters.values()}.values())
         changeable = [(m.model, list(filterfalse(_is_fixed, _values(m.modules.values())))) for m in members]
-        self._changeable = [(model, values) for model, values in changeable if values]
+        self._containers = [value for _, values in changeable for value in filter(_holds_fixed, values)]
+        objects = [(model, list(filterfalse(_holds_fixed, values))) for model, values in changeable]
+        self._objects = [(registered_names(model), values) for model, values in objects if values]
         self._sizes = list(map(len, self._held)), list(map(len, self._tables))
         self._seen = list(self._read_tables()), list(self._read_attributes())
         self._flags, self._contents = self._read_flags(), self._read_contents()
@@ -181,7 +184,7 @@ class _Watch:
             return list(map(_MODE, self._modules)), list(map(_TRAINED, self._parameters)), memory, hooks
 
     def _read_contents(self) -> list[Any]:
-        return [value_keys(model, values) for model, values in self._changeable]
+        return [*map(content, self._containers), *(value_keys(names, values) for names, values in self._objects)]
 
 
 def _values(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -192,6 +195,13 @@ def _is_fixed(value: Any) -> bool:
     """Return whether a value cannot change."""
     kind = type(value)
     return kind in _FIXED or isinstance(value, type | enum.Enum) or (kind is tuple and all(map(_is_fixed, value)))
+
+
+def _holds_fixed(value: Any) -> bool:
+    """Return whether a value is fixed, or a container of such values, which `content` compares by value."""
+    kind = type(value)
+    items = (*value, *value.values()) if kind is dict else value if kind in (list, set, tuple) else ()
+    return _is_fixed(value) or (kind in (dict, list, set, tuple) and all(map(_holds_fixed, items)))
 
 
 class Views:

@@ -75,9 +75,10 @@ class FusedModule(Rows, Tree):
         self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
-        # The arrays of members whose batches have one size, and how programs and kinds of calls treat samples.
+        # The arrays of members whose batches have one size; and how programs and kinds of calls treat samples, with the
+        # sizes that a program takes.
         self._sized: dict[Any, FusedModule] = {}
-        self._samples: dict[Any, tuple[Compiled | None, tuple[int | None, ...] | str]] = {}
+        self._samples: dict[Any, tuple[Compiled | None, tuple[int | None, ...] | str, dict[Any, bool]]] = {}
         self._loops: dict[str, None] = {}
         # The operators of members, from which programs are derived.
         self._traces: dict[Any, OperatorTrace | None] = {}

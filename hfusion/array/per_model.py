@@ -454,13 +454,8 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
 
 def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether a tensor in ``outputs`` and one in ``others`` differ in shape, but broadcast."""
-    return any(
-        isinstance(output, Tensor) and isinstance(other, Tensor) and _fits(output.shape, other.shape)
-        for output, other in itertools.product(outputs, others)
-    )
-
-
-def _fits(shape: torch.Size, other: torch.Size) -> bool:
-    sizes = list(zip(reversed(shape), reversed(other), strict=False))
+    shapes = [[leaf.shape for leaf in leaves if isinstance(leaf, Tensor)] for leaves in (outputs, others)]
     # A scalar broadcasts with everything, as intended.
-    return shape != other and bool(sizes) and all(a == b or 1 in (a, b) for a, b in sizes)
+    pairs = [(a, b) for a, b in itertools.product(*shapes) if a != b and len(a) and len(b)]
+    sizes = [zip(reversed(a), reversed(b), strict=False) for a, b in pairs]
+    return any(all(m == n or 1 in (m, n) for m, n in pair) for pair in sizes)

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 # their samples, and would gain beyond that; large ones would lose.
 MOST_SAMPLES = 2
 
+# Maximum number of combinations of sizes for which it is cached whether a program takes them without padding.
+MAX_SIZES = 4096
+
 # The entry that says that batches were padded.
 _PADDED = "padded"
 
@@ -53,7 +56,7 @@ MAX_ARRAYS = 64
 
 def size_reports(fused: FusedModule) -> list[FusionReport]:
     """Report how batches of different sizes have run: in the whole array, and in arrays for members of one size."""
-    lines = [f"by a call for each size: {why}" for _, why in fused._samples.values() if isinstance(why, str)]
+    lines = [f"by a call for each size: {why}" for _, why, _ in fused._samples.values() if isinstance(why, str)]
     if _PADDED in fused._samples:
         lines.insert(0, "in one call, filled up to the largest, where that at most doubles the samples")
     lines = [f"batches of different sizes run {line}" for line in dict.fromkeys(lines)]
@@ -65,25 +68,32 @@ def run_padded(fused: FusedModule, arguments: Arguments) -> Any:
     sizes = _sizes(arguments)
     if sizes is None or min(sizes) == 0 or len(sizes) * max(sizes) > MOST_SAMPLES * sum(sizes):
         return None
-    kind = fused._modes(arguments), arguments.of_rows([0]).loose_key
+    filled = Arguments(tuple(_filled(leaf, sizes) for leaf in arguments.leaves), arguments.spec)
+    kind = fused._modes(filled), filled.loose_key
     if kind in fused._samples:
         return None
-    filled = Arguments(tuple(_filled(leaf, sizes) for leaf in arguments.leaves), arguments.spec)
     try:
         compiled = fused._program(filled)
     except FusionError as error:
-        fused._samples[kind] = None, str(error)
+        fused._samples[kind] = None, str(error), {}
         return None
     if id(compiled) not in fused._samples:
-        fused._samples[id(compiled)] = compiled, _sample_dims(compiled, arguments)
-    dims, row_of_size = fused._samples[id(compiled)][1], {size: row for row, size in enumerate(sizes)}
-    if isinstance(dims, str) or not all(compiled.guards(arguments.of_rows([r]).shapes) for r in row_of_size.values()):
+        fused._samples[id(compiled)] = compiled, _sample_dims(compiled, arguments), {}
+    _, dims, fitting = fused._samples[id(compiled)]
+    if sizes not in fitting:
+        if len(fitting) == MAX_SIZES:
+            fitting.clear()
+        pairs = list(zip(arguments.leaves, filled.shapes, strict=True))
+        rows = {size: row for row, size in enumerate(sizes)}.values()
+        shapes = [[leaf[row].shape if isinstance(leaf, Ragged) else shape for leaf, shape in pairs] for row in rows]
+        fitting[sizes] = all(map(compiled.guards, shapes))
+    if isinstance(dims, str) or not fitting[sizes]:
         return None
     args, kwargs = (
         (filled.leaves, {}) if isinstance(filled.spec, int) else pytree.tree_unflatten(filled.leaves, filled.spec)
     )
     leaves, spec = pytree.tree_flatten(fused.forward(*args, **kwargs))
-    fused._samples[_PADDED] = None, ()
+    fused._samples[_PADDED] = None, (), {}
     return pytree.tree_unflatten([_cut(leaf, dim, sizes) for leaf, dim in zip(leaves, dims, strict=True)], spec)
 
 

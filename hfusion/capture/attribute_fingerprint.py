@@ -63,13 +63,17 @@ def modeless_fingerprint(model: nn.Module) -> Any:
     return attributes, tuple(_closures(model)), tuple(_hooks(model)), arrays, classes, shapes
 
 
-def value_keys(model: nn.Module, values: Sequence[Any]) -> list[Any]:
-    """Return the keys of ``values``, attributes of ``model``, as `modeless_fingerprint` reads them."""
-    reader = _AttributeReader(_registered(model), _content)
+def value_keys(names: Mapping[int, str], values: Sequence[Any]) -> list[Any]:
+    """Return the keys of ``values``, attributes of a model, as `modeless_fingerprint` reads them.
+
+    Args:
+        names: the `registered_names` of the model.
+    """
+    reader = _AttributeReader(names, _content)
     return [reader.read(value, "") for value in values]
 
 
-def _registered(model: nn.Module) -> dict[int, str]:
+def registered_names(model: nn.Module) -> dict[int, str]:
     """Return the names of the model's own tensors and modules, by id."""
     named = {id(tensor): name for name, tensor in tensors(model)}
     return named | {id(module): path for path, module in model.named_modules()}
@@ -105,7 +109,7 @@ def contents(model: nn.Module) -> dict[str, Any]:
 
 
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
-    reader = _AttributeReader(_registered(model), read_tensor)
+    reader = _AttributeReader(registered_names(model), read_tensor)
     marked = {name: reader.read(value, name) for name, value in tensor_marks(model).items()}
     return marked | {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.array_editing import trust
-from hfusion.array.gathered_rows import BlockGradients, GatheredRows
+from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.compiler.arguments import Arguments
@@ -71,7 +71,7 @@ class EagerStep:
         draws: Callable[[], Tensor] | None,
         of_block: Callable[[Tensor, range], object],
     ) -> tuple[Tensor, Any]:
-        fused, gradients = self._fused, BlockGradients(self._fused)
+        fused = self._fused
         seeds: list[Tensor] = []
 
         def seeds_of(rows: range) -> Tensor:
@@ -91,7 +91,7 @@ class EagerStep:
                 check_losses(value, len(rows))
                 block.check_modes()
                 of_block(value, rows)
-            gradients.take(block)
+            block.move_gradients()
             losses.append(value.detach())
             if outputs is None:
                 outputs = _expanded(block_outputs, len(fused))
