@@ -96,13 +96,6 @@ def select(graph: fx.Graph, member: int) -> fx.Graph:
     return result
 
 
-def results_of(output: fx.Node) -> Sequence[Any]:
-    """Return the results in an output node: nodes, and values that are no tensors, `MemberScalars` if they differ."""
-    args, _ = output.meta.get("members", output.meta.get("arguments", (output.args, {})))
-    results: Sequence[Any] = args[0]
-    return results
-
-
 def plain(item: Any) -> Any:
     """One scalar where those of all members are the same."""
     if not isinstance(item, MemberScalars):

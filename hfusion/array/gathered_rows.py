@@ -189,7 +189,7 @@ class GatheredRows:
                 whole.grad[rows] += grad
             if before is not None:
                 missing = before.clone()
-                missing[rows] &= torch.zeros(len(grad), dtype=torch.bool) if absent is None else absent
+                missing[rows] &= torch.zeros(len(grad), dtype=torch.bool, device="cpu") if absent is None else absent
                 mark_absent(whole.grad, missing)
 
     def check_modes(self) -> None:

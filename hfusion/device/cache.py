@@ -176,20 +176,6 @@ def write_sealed(path: Path, content: bytes) -> None:
     write(path, content + _digest(path.name, content))
 
 
-def write_sealed_once(path: Path, content: bytes) -> bool:
-    """Write as `write_sealed` unless an intact file exists. Return whether it was written. Raises OSError."""
-    with _temporary(path, content + _digest(path.name, content)) as temporary:
-        try:
-            # Unlike a rename, a link never replaces an existing file.
-            os.link(temporary, path)
-            return True
-        except FileExistsError:
-            if _whole(path):
-                return False
-    write_sealed(path, content)
-    return True
-
-
 def _whole(path: Path) -> bool:
     try:
         read_sealed(path)

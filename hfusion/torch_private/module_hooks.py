@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
 from torch.nn.modules import module as _modules
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.utils import parametrize
@@ -16,8 +14,7 @@ from torch.nn.utils.parametrizations import _Orthogonal as Orthogonal
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
-from hfusion.torch_private.autograd_engine import is_profiling
-from hfusion.torch_private.dynamo_state import is_dynamo_imported, without_dynamo
+from hfusion.torch_private.dynamo_state import without_dynamo
 
 __all__ = [
     "Orthogonal",
@@ -77,17 +74,3 @@ def spare_dynamo() -> None:
     methods: Any = Optimizer
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         setattr(methods, name, without_dynamo(getattr(methods, name)))
-
-
-def step_alone(optimizer: Optimizer) -> None:
-    """Call ``optimizer.step()`` without importing Dynamo.
-
-    The public method runs if others observe it: hooks, the profiler, or a replaced ``optimizer.step``.
-    """
-    # torch's schedulers replace the method to count steps.
-    replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    if is_dynamo_imported() or is_profiling() or has_step_hooks(optimizer) or replaced:
-        optimizer.step()
-        return
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
