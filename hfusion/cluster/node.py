@@ -20,13 +20,14 @@ from hfusion.cluster.messages import Answered, DeviceInfo, Lost, failure, unpack
 from hfusion.device.forked_worker import Failure
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
-from hfusion.tasks.arrange import arrays_of
+from hfusion.schedule.policy import named
+from hfusion.tasks.arrange import arrange_one, arrays_of
 from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.array_plan import Room
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Evaluation, Step, Task
-from hfusion.tasks.train import TrainError, train_array
+from hfusion.tasks.train import TrainError, train_arranged
 from hfusion.tasks.training_report import Report
 
 # Seconds between two messages with results, and between two checks whether training is to stop.
@@ -232,18 +233,10 @@ class ArrayTrainer:
             planned = arrays[0]
             name, members = planned.plan.name, planned.members
             del arrays
-        report = train_array(
-            task,
-            members,
-            name,
-            self._machine,
-            job.policy,
-            job.checkpoint,
-            job.every,
-            ask if job.awaits_answers else None,
-            None if job.checkpoint is None else outbox.note,
-            planned,
-        )
+        arranged, plan = arrange_one(task, members, name, self._machine, planned)
+        answers, notes = ask if job.awaits_answers else None, None if job.checkpoint is None else outbox.note
+        saved = job.checkpoint, job.every
+        report = train_arranged(arranged, plan, self._machine, named(job.policy), False, *saved, answers, notes)
         ended = time.time()
         outbox.send()
         return _answer(task, report, ended)

@@ -29,9 +29,9 @@ from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine, Slices, TaskFailed
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
-from hfusion.schedule.policy import Policy, named
+from hfusion.schedule.policy import Policy
 from hfusion.schedule.timeline import Span, Timeline
-from hfusion.tasks.arrange import Arrangement, arrange_one
+from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote, TaskBars
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
@@ -70,29 +70,6 @@ class TrainError(HFusionError):
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report
-
-
-def train_array(
-    task: Task,
-    members: Sequence[int],
-    name: str,
-    machine: Machine,
-    policy: str,
-    checkpoint: Path | None,
-    every: int | None,
-    on_result: OnResult | None = None,
-    listen: ArrayListener | None = None,
-    planned: Arrangement | None = None,
-) -> Report:
-    """Train ``members`` of a task as one array named ``name``. The other models are not used.
-
-    Args:
-        checkpoint: the existing folder of the run.
-        listen: see `train_arranged`.
-        planned: the same array, planned for another device.
-    """
-    arranged, plan = arrange_one(task, members, name, machine, planned)
-    return train_arranged(arranged, plan, machine, named(policy), False, checkpoint, every, on_result, listen)
 
 
 def train_arranged(
