@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -253,7 +254,8 @@ def test_wrong_arguments(compile: Any) -> None:
 # Compiled steps on disk.
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A separate cache folder in which programs are kept."""
+    """A separate cache folder in which programs and times are kept, however busy the machine is."""
+    monkeypatch.setattr(compile_scheduler, "_STEADY", math.inf)
     monkeypatch.delenv("HFUSION_CHECK")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "hfusion"
