@@ -189,7 +189,7 @@ def run(
     rows, writes = [], list[tuple[Tensor, Tensor]]()
     for member, number in enumerate(numbers):
         of_member = [[x[member] if isinstance(x, Listed) else x for x in group] for group in (inputs, fixed, changing)]
-        rows.append(_LoopedCall(calls[number], member, shared, writes).run(*of_member))
+        rows.append(_BodyCall(calls[number], member, shared, writes).run(*of_member))
     # Last, since autograd does not let one row be read after another was written.
     with torch.no_grad():
         for memory, value in writes:
@@ -216,7 +216,7 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _LoopedCall:
+class _BodyCall:
     """One call for one member.
 
     Attributes:
