@@ -121,12 +121,11 @@ bench: $(STAMP)
 SECONDS ?= 600
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(COMPILED),--compiled)
-	$(BIN)/python -m tests.fuzz.optimizers --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.acts.walk --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 FILES ?= 10000
 KILLS ?= 200
-# Of each of two kinds of runs, on processes and on Ray.
+# Of each of two kinds of runs.
 CLUSTER_FAULTS ?= 50
 soak: $(VENV)/.cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.damage --files $(FILES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from hypothesis import strategies as st
 
 from hfusion.schedule.plan import Plan, Shard, TaskPlan
@@ -89,15 +87,3 @@ def plans(draw: st.DrawFn) -> Plan:
     budgets += [draw(st.integers(0, 2 * need)) for _ in range(draw(st.integers(0, 3)))]
     rates = st.sampled_from([1.0, 30.0, 1e9])
     return Plan(made, {f"d{n}": budget for n, budget in enumerate(budgets)}, draw(rates), draw(rates))
-
-
-def overlapped(made: TaskPlan) -> int:
-    """The smallest budget in which, while a unit of a spilled task runs, the next one's shard can be loaded."""
-    found = [made.device_bytes]
-    pins = sum(load.takes for load in made.pins.values())
-    for before, after in pairwise(map(made.unit, range(made.units))):
-        now, later = made.actions_of(before), made.actions_of(after)
-        own = 0 if before.shard in made.pinned else now.evict.frees
-        more = later.load.takes if later.load is not None and before.shard != after.shard else 0
-        found.append(pins + own + now.extra + more)
-    return max(found)

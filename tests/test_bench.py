@@ -125,13 +125,6 @@ def test_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[2]["peak_bytes"] <= rows[0]["peak_bytes"] // 2
 
 
-def test_short(tmp_path: Path) -> None:
-    options = ("--members", "2", "--steps", "2", "--repeats", "1", "--contenders", "serial,eager-cold")
-    rows = rows_of(tmp_path, "short", "--models", "mlp-small", *options)
-    assert [row["reason"] for row in rows] == ["", ""]
-    assert all(row["seconds"] > 0 and row["own_cpu_seconds"] > 0 for row in rows)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora() -> None:
     pytest.importorskip("peft")
@@ -142,9 +135,3 @@ def test_lora() -> None:
     steps = [each.start(lora_benchmark.CASES[0], 2) for each in lora_benchmark.CONTENDERS[:2]]
     first, second = (torch.stack([torch.stack(list(step())) for _ in range(3)]) for step in steps)
     torch.testing.assert_close(second, first, rtol=1e-3, atol=1e-3)
-
-
-def test_contact(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "contact", "--quick", "--only", "facts,pytest")
-    assert [row["status"] for row in rows] == ["ok", "skipped"]
-    assert rows[0]["figures"]["computes"] is True

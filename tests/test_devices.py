@@ -26,12 +26,6 @@ def whole() -> nn.Module:
         return good()
 
 
-def one_parameter() -> nn.Module:
-    model = good()
-    model[2].weight = nn.Parameter(torch.empty(2, 4, device="meta"))
-    return model
-
-
 def one_buffer() -> nn.Module:
     model = good()
     model[1].running_mean = torch.empty(4, device="meta")
@@ -56,16 +50,10 @@ def planned(models: Any) -> Any:
 
 ENTRIES: dict[str, Callable[[Callable[[], nn.Module]], Any]] = {
     "fuse": lambda make: hf.fuse([good(), make()]),
-    "build": lambda make: hf.build(make, seeds=range(2)),
-    "fused.append": lambda make: fused().append([make()]),
     "fused.put": lambda make: fused().put(0, make()),
-    "Population of alike": lambda make: population(make(), make()),
     "Population of others": lambda make: population(make(), nn.Linear(3, 2)),
     "start": lambda make: population(good(), good()).start(None, make()),
-    "start in a mixed one": lambda make: population(good(), nn.Linear(3, 2)).start(None, make()),
-    "append": lambda make: population(good(), good()).append(make()),
     "train": lambda make: planned([good(), make()]),
-    "train one": lambda make: planned(make()),
     "sweep": lambda make: hf.sweep(
         make,
         lambda trial: {"lr": trial.suggest_float("lr", 0.1, 0.2)},
@@ -76,11 +64,10 @@ ENTRIES: dict[str, Callable[[Callable[[], nn.Module]], Any]] = {
         optimizer=hf.optim.Adam,
     ),
     "each": lambda make: hf.each(lambda params, grads: None)(make()),
-    "Ensemble": lambda make: hf.Ensemble([make(), make()]),
 }
 
 
-@pytest.mark.parametrize("make", [whole, one_parameter, one_buffer])
+@pytest.mark.parametrize("make", [whole, one_buffer])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_meta_models_are_refused(entry: str, make: Callable[[], nn.Module]) -> None:
     with pytest.raises(
@@ -174,12 +161,9 @@ def trained(folder: Path, saves: bool) -> list[Tensor]:
 
 
 WAYS: dict[str, Callable[[Path], list[Tensor]]] = {
-    **{kind: lambda folder, kind=kind: stepped(kind, False, folder) for kind in ("SGD", "Adam", "NAdam")},
     "compiled": lambda folder: stepped("AdamW", True, folder),
     "scaler": scaled,
-    "population": lambda folder: lived(folder, False),
     "population of different models": lambda folder: lived(folder, True),
-    "train": lambda folder: trained(folder, False),
     "train with saves": lambda folder: trained(folder, True),
 }
 

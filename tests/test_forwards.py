@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import hfusion as hf
-from hfusion.capture import python_state
-from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.verify import FEW, shortened
 from tests.alone import normal
 from tests.forwards import gradients, numbers, outside, reads, sizes, state, submodules, tools, writes
-from tests.forwards.table import Row, exports, module
+from tests.forwards.table import Row, module
 
 TABLES = (gradients, writes, submodules, tools, numbers, reads, state, sizes)
 ROWS = [row for table in TABLES for row in table.ROWS]
@@ -35,35 +32,8 @@ def test_other_forwards(row: Row) -> None:
     row.check()
 
 
-@pytest.mark.parametrize("name", ["custom Function", "custom operator", "tensor hook", "vmap", "write to detached"])
-def test_what_no_graph_holds_needs_no_check_to_be_noticed(name: str) -> None:
-    models, x = BY_NAME[name].models(), normal(5, 4)
-    fused = hf.fuse(models, verify=False)
-    outputs, expected = fused(x), torch.stack([model(x) for model in models])
-    assert_close(outputs, expected, rtol=1e-9, atol=1e-12)
-    outputs.sin().sum().backward()
-    expected.sin().sum().backward()
-    for key, stack in fused.named_parameters():
-        assert_close(stack.grad, torch.stack([model.get_parameter(key).grad for model in models]))
-
-
 def test_every_row_has_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(ROWS)
-
-
-@pytest.mark.parametrize("row", [row for row in numbers.ROWS if row.exports and row.make is None], ids=str)
-def test_members_that_join_cost_no_export(row: Row) -> None:
-    models, (x, *_) = row.models(), row.calls()
-    fused = hf.fuse(copy.deepcopy(models[:-1]))
-    with exports() as names:
-        fused(x)
-        before = len(names)
-        joined = [*fused.unfuse(), copy.deepcopy(models[-1])]
-        fused.append([models[-1]])
-        outputs = fused(x)
-        # Where an int may decide on sizes, an export asks.
-        assert len(names) == before or row.name == "number: int shift"
-    assert_close(outputs, torch.stack([model(x) for model in joined]), rtol=1e-9, atol=1e-12)
 
 
 # Rows whose steps are compiled, and of which shards or whole minibatches are trained.
@@ -163,7 +133,7 @@ def test_a_value_that_others_change_counts_at_each_call(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("_outside")
-@pytest.mark.parametrize("count", [*outside.COUNTERS, outside.draw])
+@pytest.mark.parametrize("count", outside.COUNTERS)
 def test_a_value_that_forward_changes_counts_as_in_the_loop(count: Callable[[], float]) -> None:
     models, batches = [model_that_uses(count) for _ in range(2)], [normal(3, 4) for _ in range(4)]
     expected = [torch.stack([model(x) for model in models]) for x in batches]
@@ -171,17 +141,6 @@ def test_a_value_that_forward_changes_counts_as_in_the_loop(count: Callable[[], 
     fused = hf.fuse(models)
     for x, rows in zip(batches, expected, strict=True):
         assert_close(fused(x), rows, rtol=1e-12, atol=0)
-
-
-@pytest.mark.usefixtures("_outside")
-@pytest.mark.parametrize("count", outside.COUNTERS)
-def test_a_trial_run_leaves_no_count(count: Callable[[], float]) -> None:
-    model = model_that_uses(count)
-    count()
-    with python_state.restored(model):
-        later = [count(), count()]
-        assert later[0] != later[1]
-    assert [count(), count()] == later
 
 
 ITERATORS: Mapping[str, Callable[[], float]] = {
@@ -293,15 +252,6 @@ def test_a_failed_check_of_all_values_raises_the_error_of_the_member() -> None:
         array(normal(3, 4) + 1000)
 
 
-def test_state_outside_of_members_counts_each_call_once() -> None:
-    outside.reset()
-    fused = hf.fuse([model_that_uses(outside.of_object) for _ in range(2)])
-    for step in (1, 2):
-        fused(normal(3, 4))
-        assert outside.COUNTER.count == 2 * step
-    outside.reset()
-
-
 class Masked(nn.TransformerEncoder):
     """While gradients are off torch takes another way, in which what is masked gives zeros."""
 
@@ -334,38 +284,6 @@ def test_recomputed_dropout_has_the_mask_of_the_forward() -> None:
         (w,) = fused.parameters()
         assert torch.equal(w.grad, y)
         assert not torch.equal(y[0], y[1])
-
-
-def test_a_loss_over_a_python_loop() -> None:
-    def loss(y: Tensor, target: Tensor) -> Tensor:
-        return torch.stack([(y[:, t] - target[:, t]).square().mean() * (t + 1) for t in range(y.shape[1])]).sum()
-
-    losses = hf.per_model(loss)
-    for t in (3, 5, 4, 7, 6, 9):
-        y, target = normal(2, 3, t, 4), normal(3, t, 4)
-        assert_close(losses(y, target), torch.stack([loss(row, target) for row in y]), rtol=1e-9, atol=1e-11)
-    assert len(losses.programs) <= 2
-
-
-def test_sizes_met_in_training_are_open_in_evaluation() -> None:
-    fused = hf.fuse(BY_NAME["sizes of gru"].models())
-    for training, met in ((True, sizes.SIZES[:3]), (False, sizes.SIZES)):
-        fused.train(training)
-        for t, n in met:
-            fused(normal(n, t, 4))
-    assert sum(map(len, fused._compiler.families.values())) <= 4
-
-
-def test_the_check_takes_few_samples_where_values_name_none() -> None:
-    for row in sizes.ROWS:
-        if row.name.startswith("samples: ") and row.members == 3:
-            few = row.name.partition(": ")[2] in ("pairs of samples", "mask", "rows in groups", "one sample")
-            (made,) = row.calls()
-            array = hf.fuse(row.models(), verify=False)
-            arguments = Arguments.of(made.args, {})
-            short = shortened(array.compiled(arguments), arguments)
-            assert row.name == "samples: fails on few samples" or (short is not None) == few, row.name
-            assert short is None or short.leaves[0].shape[0] == min(FEW, made.args[0].shape[0])
 
 
 def test_caches_hold_no_tensors_of_a_capture() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +94,6 @@ def test_members_train_as_alone(accumulate: int, tmp_path: Path) -> None:
         assert float(run.callback_metrics[f"lr/{member}"]) == pytest.approx(rate * 0.5 ** (EPOCHS - 1))
 
 
-def own_batches(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """Members first."""
-    return torch.stack([x for x, _ in samples], 1), torch.stack([y for _, y in samples], 1)
-
-
-def test_members_have_batches_of_their_own(tmp_path: Path) -> None:
-    loader = DataLoader(data(len(RATES)), batch_size=4, collate_fn=own_batches)
-    module = array(own_batches=True)
-    trainer(tmp_path).fit(module, loader)
-    assert_alone(module, loader, own=True)
-
-
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(1) == target).double().mean()
 
@@ -153,19 +140,3 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **option).fit(array(), DataLoader(data(), batch_size=4))
-
-
-def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 tags for 3 members"):
-        array(tags=["a"])
-    with pytest.raises(ValueError, match="accumulate=0"):
-        array(accumulate=0)
-    with pytest.raises(ValueError, match="scheduler_interval='week'"):
-        array(scheduler_interval="week")
-    module = hf.lightning.LightningArray(
-        make_models(), loss=F.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
-    )
-    with pytest.raises(ValueError, match="optimizer gave SGD, one for all members"):
-        trainer(tmp_path).fit(module, DataLoader(data(), batch_size=4))
-    with pytest.raises(ValueError, match=r"a batch must be \(inputs, target\), got Tensor"):
-        trainer(tmp_path).fit(copy.deepcopy(array()), DataLoader(data().tensors[0], batch_size=4))

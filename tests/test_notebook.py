@@ -93,12 +93,3 @@ def test_short_in_a_prompt_and_whole_in_a_notebook(name: str) -> None:
     page = shown._repr_html_()
     assert len(page) < 60_000
     ElementTree.fromstring(f"<div>{page}</div>")
-
-
-def test_a_timeline_prints_on_one_screen_and_whole_as_text() -> None:
-    timeline = simulate(large())
-    lines = str(timeline).split("\n")
-    assert len(lines) == 1 + 2 * 12
-    assert [line for line in lines if line.startswith("...")] == ["... 20 more devices", "... 20 more tasks"]
-    assert timeline.summary() == str(timeline)
-    assert len(timeline.text().split("\n")) == 3 + len(timeline.actions)

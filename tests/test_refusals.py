@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils import prune
 from torch.optim import lr_scheduler as ls
+from torch.utils.data import DataLoader, IterableDataset
 
 import hfusion as hf
 from hfusion.core.loss_checks import check_losses
@@ -84,11 +85,52 @@ def shared(members: int) -> Parameter:
     return mark(Parameter(torch.zeros(2)), Membership("base.weight", members, False))
 
 
-def population() -> hf.Population:
+def population(**options: Any) -> hf.Population:
     def adamw(params: Any) -> Any:
         return hf.optim.AdamW(params, lr=0.1)
 
-    return hf.Population([mlp() for _ in range(3)], optimizer=adamw, loss=F.cross_entropy, compile=False)
+    defaults: dict[str, Any] = {"optimizer": adamw, "loss": F.cross_entropy, "compile": False}
+    return hf.Population([mlp() for _ in range(3)], **{**defaults, **options})
+
+
+def stepped(loss: Any = F.cross_entropy, **options: Any) -> Any:
+    fused = hf.fuse([mlp() for _ in range(3)])
+    return hf.train_step(fused, loss, hf.optim.SGD(fused.parameters()), **options)
+
+
+def task(name: Any = "mine", **values: Any) -> hf.Task:
+    defaults = {"models": [mlp()], "loss": F.cross_entropy, "optimizer": hf.optim.SGD, "loader": LOADER}
+    return hf.Task(**{**defaults, **values}, name=name)
+
+
+def common_layer() -> list[nn.Module]:
+    layer = nn.Linear(4, 4)
+    return [nn.Sequential(nn.Linear(4, 4), layer) for _ in range(2)]
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter([torch.ones(1)])
+
+
+class Once(list[Any]):
+    """Can be read once."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise AssertionError("read")
+
+
+class Lying:
+    """Says that it has minibatches, and gives none."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 def two_groups() -> hf.Population:
@@ -116,9 +158,9 @@ ONE, WIDTHS = mlp(), itertools.count(2)
 LOADER = [(torch.ones(2, 4), torch.tensor([0, 1]))]
 # What lines name besides what this file defines.
 NAMES: dict[str, Any] = {
-    "ComputeRates": ComputeRates, "F": F, "Parameter": Parameter, "Ragged": Ragged,
-    "Rates": Rates, "check_losses": check_losses, "ls": ls, "normal": normal, "np": np, "optim": hf.optim,
-    "per_member": hf.optim.lr_scheduler.PerMember, "prune": prune, "weakref": weakref,
+    "ComputeRates": ComputeRates, "DataLoader": DataLoader, "F": F, "Parameter": Parameter,
+    "Ragged": Ragged, "Rates": Rates, "check_losses": check_losses, "ls": ls, "normal": normal, "np": np,
+    "optim": hf.optim, "per_member": hf.optim.lr_scheduler.PerMember, "prune": prune, "weakref": weakref,
 }  # fmt: skip
 # Made anew for each line that names them.
 FIXTURES: dict[str, Callable[[], Any]] = {
@@ -131,6 +173,10 @@ FIXTURES: dict[str, Callable[[], Any]] = {
 }
 
 FUSE = {
+    "hf.Population(common_layer(), optimizer=hf.optim.SGD, loss=F.mse_loss)": r"1\.weight is one parameter that all",
+    "hf.Population([nn.Sequential(ONE, *more) for more in ([], [nn.Tanh()])], optimizer=adam, loss=F.mse_loss)": (
+        r"0\.0\.weight of model 0 and 0\.0\.weight of model 1 are one tensor"
+    ),
     "hf.fuse([])": "empty list; give it at least one model",
     "hf.fuse(mlp())": "takes a list of modules, not Sequential",
     "hf.fuse(mlp() for _ in range(2))": "takes a list of modules, not generator",
@@ -281,6 +327,70 @@ VALUES = {
     "pop.hparams.__setitem__('betas', 0.5)": r"betas=0\.5 is not a pair",
     "pop.hparams.__setitem__('betas', (0.5,))": r"betas=\(0\.5,\) is not a pair",
     "pop.hparams.__setitem__('betas', (0.5, 1.5))": r"betas\[1\] of member 0 is 1\.5",
+    "pop.stop([0, 0])": "row 0 comes 2 times",
+    "pop.start(0, mlp())": "row 0 is taken by 'member 0': stop it first",
+    "pop.start(None, mlp(), tag='member 2')": "is the name of the member in row 2",
+    "pop.start(None, mlp(), tag='\\ud800')": "letters that no file can hold",
+    "pop.start(None, mlp(), tag=3)": "tag must be one str, or one for each row, got 3",
+    "pop.start(None, None)": "model must be one Module, or one for each row, got None",
+    "pop.start(None, mlp(), lr=-1.0)": "is -1.0: it must be finite and at least 0",
+    "pop.start(None, mlp(), accumulate=0)": "accumulate=0: at least one call",
+    "pop.start(None, mlp(), clip_norm=1.0)": "this population has no clip_norm",
+    "pop.start(None, mlp(), scheduler=lambda o: ls.LinearLR(o))": "this population has none",
+    "(pop.stop(1), pop.copy(1, 0))": "row 1 is free",
+    "(pop.stop(1), pop.step(*LOADER[0], rows=[1]))": "row 1 is free",
+    "pop.step(*LOADER[0], rows=[])": "is empty",
+    "pop.step(*LOADER[0], rows=[1, 1])": "row 1 comes 2 times",
+    "pop.step(*LOADER[0], rows=torch.tensor([True, False]))": "is no row",
+    "pop.step(hf.stacked(torch.ones(3, 2, 4)), LOADER[0][1], rows=[0, 1])": r"3 entries, and rows=\[0, 1\] names 2",
+    "pop.step(*LOADER[0], weights=torch.tensor([1.0, -1.0]))": "at least 0",
+    "pop.step(*LOADER[0], weights=torch.tensor([1.0, INF]))": "finite",
+    "pop.step(*LOADER[0], weights=torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]))": "member 1 are 0 for all",
+    "pop.step(*LOADER[0], weights=torch.ones(2, 2))": "2 rows for 3 members",
+    "pop.step(*LOADER[0], weights=torch.ones(3, 2, 1))": r"\[3, 2, 1\]",
+    "pop.step(*LOADER[0], weights=torch.ones(3))": "3 weights for losses of shape",
+    "stepped(lambda y, t: F.cross_entropy(y, t, reduction='none'))(*LOADER[0])": r"it gave .*2\]\. Take its mean\.",
+    "stepped(lambda y, t: F.cross_entropy(y, t).item())(*LOADER[0])": "it gave float. Return a tensor",
+    "stepped(lambda y, t: None)(*LOADER[0])": "it gave NoneType. Return a tensor",
+    "stepped(lambda y, t: F.cross_entropy(y.detach(), t))(*LOADER[0])": "without detach",
+    "stepped(lambda y, t: (y.argmax(-1) == t).sum())(*LOADER[0])": "of dtype torch.int64, have no grad",
+    "stepped(hf.per_model(F.cross_entropy))": r"is per_model\(cross_entropy\), but .* without hf.per_model",
+    "population(loss=lambda y, t: y.sum()).step(*LOADER[0], weights=torch.ones(2))": "takes reduction=",
+    "population(loss=nn.CTCLoss()).step(*LOADER[0], weights=torch.ones(2))": "ctc_loss",
+    "pop.grow(0)": "grow by 0",
+    "pop.grow(1.5)": "grow by 1.5",
+    "pop.best.update([1.0])": "1 metrics for a population of 3 rows",
+    "pop.best.update([1.0] * 3, mode='least')": "mode='least'",
+    "pop.best.restore(5)": "5 is no row",
+    "(pop.stop(1), pop.best[1])": "row 1 is free",
+    "hf.Patience(-1)": "patience=-1",
+    "hf.Patience(1, least=NAN)": "least=nan",
+    "population(on_nonfinite='stop')": 'it is "freeze", "raise" or "ignore"',
+    "population(accumulate=0)": "accumulate=0",
+    "population(processes=1.5)": "processes=",
+    "population(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))": "gave SGD, whose state has no rows",
+    "population(optimizer=torch.optim.SGD([torch.zeros(1)]))": "must be a function that makes one .*, got SGD",
+    "population(loss='mse')": "the loss must be a function, .* got str",
+    "population(tags=['a'])": "1 tags for 3 models",
+    "population(tags=['a', 'a', 'b'])": "tag='a' is the name of the member in row 0",
+    "population(clip_norm=-1.0)": "every limit must be at least 0",
+    "hf.Ensemble(fused, [1.0])": r"weights \[1.0\] of 3 members",
+    "hf.Ensemble(fused, [1, -1, 1])": "at least 0",
+    "hf.Ensemble(fused, [0, 0, 0])": "a sum above 0",
+    "hf.Ensemble(fused, [1, NAN, 1])": "at least 0",
+    "hf.select(fused, LOADER, 0)": "size=0: at least one member",
+    "hf.select(fused, [], 1)": "the loader gave no batch",
+    "hf.select(fused, LOADER, 1, mode='max')": "without a score",
+    "hf.select(fused, [(LOADER[0][0], hf.stacked(torch.zeros(3, 2)))], 1)": "each member its own target",
+    "hf.select(fused, [(LOADER[0][0], torch.zeros(2))], 1)": r"\[2, 4\] for targets \[2\]",
+    "hf.select(fused, LOADER, 1, lambda p, y: p)": "the score must give a number for .* got tensor of torch.float32",
+    "hf.select(fused, LOADER, 1, lambda p, y: NAN)": "there is no member to choose",
+    "stepped(parts=0)": "parts is 0",
+    "stepped(parts=1.5)": "parts is 1.5",
+    "stepped(parts='two')": "parts is 'two'",
+    "stepped(compile='later')": "compile is 'later'. Give None to compile where that pays",
+    "stepped(compile=1)": "compile is 1",
+    "stepped(loss=lambda y, t: y.mean(1), compile=False)(LOADER[0][0], LOADER[0][1])": r"3 members, it gave \[B, ...\]",
     "pop.average([])": "average of no rows",
     "pop.average([0, 0])": "row 0 comes 2 times",
     "pop.average([0, 1], [1.0])": r"weights \[1.0\] for the average of rows \[0, 1\]",
@@ -312,12 +422,77 @@ PLANS = {
     "hf.Device('gpu', memory=1)": "device 'gpu' is not known",
     "hf.Device('cpu', 'two words', memory=1)": "one word",
     "hf.Device('cpu', '', memory=1)": "one word",
+    "hf.Machine([])": "no device",
+    "hf.Machine([hf.Device('cpu', memory=1)] * 2)": "2 devices are named 'cpu'",
+    "hf.Machine([hf.Device('cpu', memory=1)], host='much')": "'much'",
+    "hf.Machine('cpu')": "the devices are .*: give a list of hf.Device",
+    "hf.Machine([hf.Device('cpu', memory=1)], disk=None)": "the disk is None: give a folder",
+    "hf.simulate(3)": "hf.simulate expects a plan, got int. Give what hf.plan",
+    "hf.simulate(hf.plan(task()), 'best')": "unknown policy 'best': choose from sharded-lrtf, patient-lrtf, fifo",
+    "hf.simulate(hf.plan(task()), 'fifo', 3)": "measured must be a timeline, .* got int",
     "hf.Machine([hf.Device('cuda:99', memory=1)]).calibrate()": "there is no device cuda:99: torch sees",
     "hf.train_step(fused, F.mse_loss, optim.SGD(fused.parameters()), memory=0)": "no positive number of bytes",
     "hf.train_step(fused, F.mse_loss, optim.SGD(fused.parameters()), memory='2 apples')": "no positive number of by",
     "Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)": "rate memory is 0",
     "ComputeRates(8.0, 4.0, 2.0, bfloat16=0.0)": "rate bfloat16 is 0.0: it must be a positive number",
-    "hf.Task(nn.Linear(1, 1), hf.per_model(F.mse_loss), hf.optim.SGD, LOADER)": r"the loss is per_model\(mse_loss\)",
+    "task(loss=hf.per_model(F.mse_loss))": r"the loss is per_model\(mse_loss\)",
+    "task(epochs=0)": "'mine' has epochs=0, accumulate=1: give whole numbers of at least 1",
+    "task(accumulate='2')": "'mine' has epochs=1, accumulate='2': give whole numbers",
+    "task(seed='x')": "'mine': the seed is 'x': give a whole number of 64 bits, or None",
+    "task(seed=1 << 70)": "give a whole number of 64 bits",
+    "task(5)": "task 5: a name is one word",
+    "task('my task')": "'my task': a name is one word without spaces",
+    "task('')": "'': a name is one word without spaces",
+    "task(models=[])": "'mine' has no models: give at least one",
+    "task(models=None)": "models must be one module, a list of them, or a fused array, got NoneType",
+    "task(models=[mlp(), nn.Linear])": "'mine': models must be .* got type",
+    "task(loader=None)": "'mine': the loader of class NoneType has no length",
+    "task(loader=(pair for pair in LOADER))": "the loader of class generator has no length.*a list",
+    "task(loader=DataLoader(Endless()))": "DataLoader has no length, .*give a DataLoader over a dataset with a length",
+    "task(loader=[])": "'mine': the loader of class list gives no minibatch",
+    "task(eval_loader=[])": "'mine': the eval_loader of class list gives no minibatch",
+    "task(eval_loader=iter(LOADER))": "'mine': the eval_loader of class list_iterator has no length",
+    "task(callbacks=print)": "'mine': callbacks is <built-in function print>; give a list of functions",
+    "task(optimizer=adam(mlp().parameters()))": "the optimizer is Adam; give one of hf.optim, or a function",
+    "task(optimizer=None)": "'mine': the optimizer is NoneType; give one of hf.optim",
+    "task(optimizer=hf.optim.SGD(fused.parameters()))": "an optimizer that exists fits an array that exists",
+    "task(patience=3)": "patience is 3; give hf.Patience",
+    "task(patience=hf.Patience(3))": "go by evaluations; give an eval_loader",
+    "task(restore_best=True)": "go by evaluations; give an eval_loader",
+    "task(compile='auto')": "'mine': compile is 'auto'",
+    "task(compile=True, parts=0)": "'mine': parts is 0",
+    "task(scheduler=3)": "the scheduler must be a function that makes one .*, got int",
+    "task(models=fused, scheduler=[ls.ExponentialLR])": "is 1 functions for 3 members",
+    "task(scheduler=ls.ExponentialLR, scheduler_interval='batch')": '\'batch\': "epoch" or "step"',
+    "hf.train([])": "there is no task: give at least one hf.Task",
+    "hf.train(nn.Linear(1, 1))": "task 0 must be an hf.Task, got Linear",
+    "hf.train([mlp()])": "task 0 must be an hf.Task, got Sequential",
+    "hf.plan(3)": "task 0 must be an hf.Task, got int",
+    "hf.train([task(), task()])": "two tasks are named 'mine': give each its own name",
+    "hf.train([task()] * 2)": "task 'mine' is given twice",
+    "hf.train(task(), 'cpu')": r"machine must be an hf.Machine, got str. Give hf.Machine.detect\(\)",
+    "hf.plan(task(), hf.Device('cpu', memory='1GiB'))": "machine must be an hf.Machine, got Device",
+    "hf.train(task(), plan='plan')": "plan must be what hf.plan returned, got str",
+    "hf.train(task(), plan=hf.plan([task(), task('yours')]))": "the plan given has other tasks or devices",
+    "hf.train(task(), plan=hf.plan(task('yours')))": "made for task 'yours' with name 'yours', and task 'mine' of this",
+    "hf.train(task(), plan=hf.plan(task(epochs=2)))": "the plan was made for task 'mine' with",
+    "hf.train(task(), plan=hf.plan(task(clip_norm=1.0)))": "the plan was made for task 'mine' with",
+    "hf.plan(task(), hf.Machine([hf.Device('cpu', memory='64B')]))": "smallest .*budget",
+    "hf.train(task(loader=Once(LOADER)))": "the loader of class Once can be read only once. Give one that can be read",
+    "hf.train(task(eval_loader=Once(LOADER)))": "the eval_loader of class Once can be read only once",
+    "hf.train(task(loader=Lying()))": "'mine': the loader gives no minibatch, but its length is 3: give one whose",
+    "hf.train(task(loader=[LOADER[0][0]]))": "'mine': a minibatch of the loader is Tensor; it must be a pair",
+    "hf.train(task(loader=[(*LOADER[0], 1)]))": r"is 3 values; .*pair \(inputs, target\), inputs",
+    "hf.train(task(clip_norm=-1.0))": r"'mine': clip_norm is .*-1.0.*: every value must be at least 0",
+    "hf.train(task(loss=lambda y, t: F.cross_entropy(y, t, reduction='none')))": "must reduce to one number per member",
+    "hf.train(task(loss=lambda y, t: (y.mean(), t)))": "have tuple; the loss must reduce to one number per member",
+    "hf.train(task(models=common_layer(), clip_norm=1.0))": "clipped per member, but '1.weight' is one trained tensor",
+    "hf.train(task(models=common_layer(), restore_best=True, eval_loader=LOADER))": "'1.weight' is one tensor that all",
+    "hf.train(task(models=[mlp().requires_grad_(False)]))": "'mine' trains nothing: none of the 2 parameters",
+    "hf.train(task(optimizer=adam))": "the function that makes its optimizer gave Adam; give one of hf.optim",
+    "hf.train(task(models=[mlp(), two_layers()], optimizer=adam))": "its optimizer gave Adam; give one of",
+    "hf.train(task(optimizer=lambda params: None))": "makes its optimizer gave NoneType; give one of",
+    "hf.train(task(optimizer=lambda params: hf.optim.SGD(fused.parameters())))": "parameters that are not the array's",
 }
 
 TYPES = {

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("sklearn")
@@ -61,33 +60,6 @@ def test_a_fit_repeats_and_is_pickled() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_members_are_those_of_the_plain_loop() -> None:
-    x, _ = _data()
-    y = x[:, :1] ** 2
-    rates = [0.01, 0.03]
-    model = EnsembleRegressor(
-        lambda features, outputs: nn.Linear(features, outputs),
-        n_estimators=2,
-        max_iter=4,
-        learning_rate_init=rates,
-        weight_decay=0.1,
-        random_state=0,
-    ).fit(x, y)
-    seed = int(np.random.RandomState(0).randint(2**31 - 1))
-    inputs = torch.tensor((x - x.mean(0)) / x.std(0))
-    target = torch.tensor((y - y.mean(0)) / y.std(0))
-    for member, rate in enumerate(rates):
-        torch.manual_seed(seed + member)
-        network = nn.Linear(3, 1).double()
-        optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.mse_loss(network(inputs), target).backward()
-            optimizer.step()
-        wanted = network(inputs).detach().numpy() * y.std(0) + y.mean(0)
-        assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("targets", [1, 2])
 def test_weights_are_those_of_the_plain_loop(targets: int) -> None:
     x, _ = _data()
@@ -134,20 +106,6 @@ def test_a_member_that_diverges_is_left_out() -> None:
     model.set_params(learning_rate_init=1e200)
     with pytest.raises(ValueError, match="every member's training diverged"):
         model.fit(x, y)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"n_estimators": 0}, "n_estimators=0: it must be a whole number"),
-        ({"max_iter": 1.5}, "max_iter=1.5"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"learning_rate_init": [0.1, 0.2, 0.3]}, "lr has 3 values for an array of 2 members"),
-    ],
-)
-def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EnsembleClassifier(**{**SMALL, **wrong}).fit(*_data())
 
 
 def test_what_is_not_fitted_says_so() -> None:

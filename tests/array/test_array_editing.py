@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
+from hfusion.core.membership import membership
 from tests.alone import close, normal
 
 
@@ -170,35 +172,6 @@ def test_members_after_a_change_equal_members_alone(kind: str, captures: list[An
         assert fused.get_parameter("base.weight").data_ptr() == _BASE.weight.data_ptr()
 
 
-def test_a_compiled_step_of_a_width_is_found_again() -> None:
-    models = [Net() for _ in range(3)]
-    fused, target = hf.fuse(models), normal(6, 4)
-    opt = torch.optim.SGD(fused.parameters(), lr=0.1)
-    step = hf.train_step(fused, F.mse_loss, opt, compile=True)
-
-    def compiled() -> int:
-        x = normal(6, 4)
-        alone = fused.unfuse()
-        for _ in range(3):
-            losses = step(x, target)
-            for b, model in enumerate(alone):
-                model.zero_grad()
-                loss = F.mse_loss(model(x), target)
-                loss.backward()
-                torch.testing.assert_close(losses[b], loss.detach(), rtol=1e-9, atol=1e-11)
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-        close(fused.get_parameter("first.weight"), [m.first.weight for m in alone], "weights")
-        return sum("program" in row.how for row in step.report().rows)
-
-    assert compiled() == 1
-    fused.copy(0, 2)
-    assert compiled() == 1
-    fused.keep([0, 2])
-    assert compiled() == 2
-    fused.append([Net()])
-    assert compiled() == 2
-
-
 def test_original_models_are_known_as_long_as_their_members_are() -> None:
     models = [Net() for _ in range(3)]
     fused = hf.fuse(models)
@@ -223,3 +196,77 @@ def test_another_base_cannot_join() -> None:
     fused = hf.fuse([OnBase(), OnBase()])
     with pytest.raises(hf.FusionError, match="is one tensor for all members"):
         fused.append([_other_base()])
+
+
+# Slices of an array: some members, around the memory of their rows.
+
+
+class Adapted(nn.Module):
+    """An adapter on a frozen base with a buffer."""
+
+    def __init__(self, base: nn.Module, slope: float = 0.1) -> None:
+        super().__init__()
+        self.base, self.adapter, self.act = base, nn.Linear(4, 3).double(), nn.LeakyReLU(slope)
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.norm(self.act(self.base(x))))
+
+
+def base() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().requires_grad_(False).eval()
+
+
+def adapted(members: int = 5) -> list[nn.Module]:
+    one = base()
+    return [Adapted(one, 0.1 if b % 2 else 0.3) for b in range(members)]
+
+
+@pytest.mark.parametrize("rows", [slice(1, 4), slice(3, None), slice(-2, -1), slice(None)], ids=str)
+def test_a_slice_trains_its_members_in_place(rows: slice) -> None:
+    models = adapted()
+    array, x, y = hf.fuse(models), normal(6, 4), normal(6, 3)
+    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    part, chosen = array[rows], range(5)[rows]
+    assert type(part) is hf.FusedModule
+    assert len(part) == len(chosen)
+    opt = hf.optim.Adam(part.parameters(), lr=[0.1 * (b + 1) for b in chosen])
+    step = hf.train_step(part, nn.functional.mse_loss, opt, compile=False)
+    own = [models[b] for b in chosen]
+    opts = [torch.optim.Adam(m.parameters(), lr=0.1 * (b + 1)) for b, m in zip(chosen, own, strict=True)]
+    for _ in range(3):
+        losses = step(x, y)
+        for b, (model, opt_of_one) in enumerate(zip(own, opts, strict=True)):
+            opt_of_one.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            opt_of_one.step()
+            close(losses[b], [loss], "loss")
+    for name, tensor in array.state_dict().items():
+        stacked = name not in array._array.comparison.shared
+        for b in range(5):
+            row = tensor[b] if stacked else tensor
+            alone = models[b].state_dict()[name] if b in chosen or not stacked else before[name][b]
+            torch.testing.assert_close(row, alone, rtol=1e-9, atol=1e-11)
+    assert array.get_parameter("adapter.weight").grad is None
+
+
+def test_what_a_slice_knows() -> None:
+    models = adapted()
+    array = hf.fuse(models)
+    array.get_submodule("norm").eval()
+    part = array[2:4]
+    found = membership(part.get_parameter("adapter.weight"))
+    assert found is not None
+    assert (found.members, found.stacked) == (2, True)
+    assert part.origin(models[3].adapter.weight) == (1, "adapter.weight")
+    assert part.origin(models[1].adapter.weight) is None
+    assert not part.get_submodule("norm").training
+    assert part[1].act.negative_slope == models[3].act.negative_slope
+    assert part[0:1][0].act.negative_slope == models[2].act.negative_slope
+    assert part.get_parameter("base.0.weight").data_ptr() == array.get_parameter("base.0.weight").data_ptr()
+    with torch.no_grad():
+        part.get_parameter("adapter.bias")[1].fill_(5)
+    assert (array[3].adapter.bias == 5).all()
+    for made in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert torch.equal(made.eval()(torch.ones(2, 4).double()), array[2:4].eval()(torch.ones(2, 4).double()))

@@ -9,78 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import hfusion as hf
-
-# Variables that forward names and that change while an array lives: the array computes with them as the members do.
-TEMPERATURE = 1.0
-POWERS = {0: [1], 1: [2]}
-SETTINGS: dict[str, Any] = {"gain": 1.0, "powers": POWERS}
-ACTIVATION = torch.tanh
-
-
-class Config:
-    def __init__(self) -> None:
-        self.width = 1.0
-
-    def scaled(self) -> float:
-        return 2 * self.width
-
-
-class Slotted:
-    __slots__ = ("inner", "offset")
-
-    def __init__(self, inner: Slotted | None) -> None:
-        self.inner = inner
-        self.offset = 0.0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x + self.offset if self.inner is None else self.inner(x) - self.offset
-
-
-OBJECT = Config()
-SLOTTED = Slotted(Slotted(None))
-
-
-def tempered(x: Tensor) -> Tensor:
-    return x / TEMPERATURE
-
-
-class Inner(nn.Module):
-    slope = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    @property
-    def steep(self) -> float:
-        return self.slope
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x) * self.steep * SETTINGS["gain"] + OBJECT.scaled()
-        return SLOTTED(tempered(x)) ** SETTINGS["powers"][1][0]
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(3, 3), Inner(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(ACTIVATION(self.inner(self.first(x))))
-
-
-def check_equal(fused: hf.FusedModule, models: list[Any], x: Tensor) -> None:
-    fused.zero_grad()
-    alone = torch.stack([model(x) for model in models])
-    output = fused(x)
-    torch.testing.assert_close(output, alone, rtol=1e-12, atol=1e-12)
-    output.square().sum().backward()
-    for name, parameter in fused.named_parameters():
-        grads = torch.autograd.grad(alone.square().sum(), [m.get_parameter(name) for m in models], retain_graph=True)
-        torch.testing.assert_close(parameter.grad, torch.stack(grads), rtol=1e-9, atol=1e-12)
 
 
 def programs(fused: hf.FusedModule) -> int:
@@ -90,25 +20,6 @@ def programs(fused: hf.FusedModule) -> int:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-class Made(nn.Linear):
-    """Computes with the precision of the default dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.finfo(torch.get_default_dtype()).bits
-
-
-def test_another_default_dtype_is_seen(x: Tensor) -> None:
-    models = [Made(3, 2).double() for _ in range(2)]
-    fused = hf.fuse(models)
-    check_equal(fused, models, x)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if before is torch.float32 else torch.float32)
-    try:
-        check_equal(fused, models, x)
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Asking(nn.Module):
@@ -140,33 +51,6 @@ def test_forward_sees_the_current_autocast_state(order: tuple[bool, ...], compil
     assert programs(fused) == 2
 
 
-def doubled(module: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> Any:
-    if not isinstance(module, nn.Linear):
-        return None
-    return (2 * inputs[0],) if output is None else 2 * output
-
-
-GLOBAL_HOOKS = {"forward": register_module_forward_hook, "pre": register_module_forward_pre_hook}
-
-
-@pytest.mark.parametrize("kind", GLOBAL_HOOKS)
-@pytest.mark.parametrize("first", [False, True])
-def test_global_hooks_count_as_they_are_at_each_call(kind: str, first: bool, x: Tensor) -> None:
-    models = [Outer().double() for _ in range(2)]
-    fused, loss = hf.fuse(models), nn.Sequential(nn.Linear(2, 1).double())
-    losses = hf.per_model(loss)
-    for hooked in (first, not first, first):
-        hook = GLOBAL_HOOKS[kind](doubled) if hooked else None
-        try:
-            check_equal(fused, models, x)
-            outputs = fused(x)
-            torch.testing.assert_close(losses(outputs), torch.stack([loss(row) for row in outputs]))
-        finally:
-            if hook is not None:
-                hook.remove()
-    assert programs(fused) == 2
-
-
 @contextmanager
 def changed(set_: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
     set_(value)
@@ -187,15 +71,6 @@ SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractConte
         lambda: changed(torch.use_deterministic_algorithms, True, False),
     ),
     "inference": (lambda: torch.is_inference_mode_enabled(), torch.inference_mode),
-    "precision": (
-        lambda: torch.get_float32_matmul_precision() == "high",
-        lambda: changed(torch.set_float32_matmul_precision, "high", "highest"),
-    ),
-    "a backend": (lambda: torch.backends.cudnn.benchmark, lambda: torch.backends.cudnn.flags(benchmark=True)),
-    "attention": (
-        lambda: torch.backends.cuda.math_sdp_enabled(),
-        lambda: changed(torch.backends.cuda.enable_math_sdp, False, True),
-    ),
     "the dtype of autocast": (
         lambda: torch.get_autocast_dtype("cpu") is torch.float16,
         lambda: torch.autocast("cpu", dtype=torch.float16),
@@ -231,17 +106,6 @@ def test_settings_of_torch_count_as_they_are_at_each_call(name: str, first: bool
 STEPS = 12
 
 
-class Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alpha: float) -> Tensor:
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return -ctx.alpha * grads[0], None
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -263,11 +127,6 @@ class Model(nn.Module):
         return -x if self.flag else x + len(self.tag)
 
 
-class Reversing(Model):
-    def reverse(self, x: Tensor) -> Tensor:
-        return Reversal.apply(x, self.alpha)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class Plain(nn.Linear):
     """A model whose only attribute is not read by forward."""
 
@@ -283,24 +142,20 @@ class Plain(nn.Linear):
 # What is set on member ``b`` of three before step ``t``.
 CHANGES: Mapping[str, Callable[[Any, int, int], object]] = {
     "number": lambda m, b, t: setattr(m, "alpha", 1.0 + t / 8),
-    "reversal": lambda m, b, t: setattr(m, "alpha", 1.0 + t / 8),
     "number of each": lambda m, b, t: setattr(m, "alpha", 1.0 + t / 8 + b),
     "number of one": lambda m, b, t: setattr(m, "alpha", 1.0 + t / 8) if b == 1 else None,
-    "int": lambda m, b, t: setattr(m, "power", 1 + t),
     "flag": lambda m, b, t: setattr(m, "flag", [False, True, None][t % 3]),
     "text": lambda m, b, t: setattr(m, "tag", "x" * t),
     "list": lambda m, b, t: m.weights.__setitem__(0, 1.0 + t / 8),
-    "new list": lambda m, b, t: setattr(m, "weights", [1.0 + t / 8]),
     "submodule": lambda m, b, t: setattr(m.head[0], "scale", 1.0 + t / 8),
     "curriculum": lambda m, b, t: setattr(m, "alpha", 1.0 + t // 4),
-    "two": lambda m, b, t: (setattr(m, "alpha", 1.0 + t / 8), setattr(m, "power", 1 + t % 3)),
     "unread": lambda m, b, t: setattr(m, "epoch", t),
 }
 
 
 def members(kind: str) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [{"unread": Plain, "reversal": Reversing}.get(kind, Model)().double() for _ in range(3)]
+    return [(Plain() if kind == "unread" else Model()).double() for _ in range(3)]
 
 
 @pytest.mark.filterwarnings("ignore:train_step of:UserWarning")

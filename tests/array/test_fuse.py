@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
 from hfusion.core.membership import membership
@@ -75,54 +72,6 @@ def test_build_is_fuse_of_seeded_models() -> None:
         assert name == other
         assert torch.equal(actual, expected)
     assert [member[1].p for member in built] == [model[1].p for model in models]
-
-
-def test_build_shares_a_base_of_the_closure() -> None:
-    base = nn.Linear(4, 4).requires_grad_(False)
-    array = hf.build(lambda: nn.Sequential(base, nn.Linear(4, 2)), seeds=[0, 1, 2])
-    assert array.get_parameter("0.weight").data_ptr() == base.weight.data_ptr()
-    assert array.get_parameter("1.weight").shape == (3, 2, 4)
-
-
-LAYERS = {
-    "linear": lambda: nn.Linear(4, 4),
-    "relu": lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)),
-    "tanh": nn.Tanh,
-    "gelu": nn.GELU,
-    "layer norm": lambda: nn.LayerNorm(4),
-    "batch norm": lambda: nn.BatchNorm1d(4, eps=1e-2),
-    "softmax": lambda: nn.Softmax(-1),
-    "dropout": lambda: nn.Dropout(0.0),
-    "bilinear-like": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten()),
-    "group norm": lambda: nn.GroupNorm(2, 4, eps=1e-2),
-    "embedding of signs": lambda: nn.Threshold(0.1, 0.2),
-}
-
-
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=6), st.integers(1, 3), st.booleans())
-def test_random_sequences(names: list[str], members: int, own: bool) -> None:
-    torch.manual_seed(len(names))
-    models = [nn.Sequential(nn.Linear(4, 4), *(LAYERS[name]() for name in names)).double() for _ in range(members)]
-    assert_alone(models, *(hf.stacked(normal(members, n, 4)) if own else normal(n, 4) for n in (5, 3)))
-
-
-@pytest.mark.parametrize("p", [(0.1, 0.5, 0.9), (0.0, 0.5, 1.0)])
-def test_dropout_rates_are_the_members_own(p: tuple[float, ...]) -> None:
-    y = hf.fuse([nn.Dropout(rate) for rate in p])(torch.ones(20000))
-    for row, rate in zip(y, p, strict=True):
-        assert abs(float((row == 0).float().mean()) - rate) < 0.02
-        assert rate == 1 or torch.allclose(row[row != 0], torch.tensor(1 / (1 - rate)))
-    assert not torch.equal(y[0] == 0, y[1] == 0)
-
-
-def test_models_stay_as_they_are() -> None:
-    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
-    before = copy.deepcopy([model.state_dict() for model in models])
-    hf.fuse(models)(torch.randn(5, 4)).sum().backward()
-    for model, state in zip(models, before, strict=True):
-        assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
-        assert all(p.grad is None for p in model.parameters())
 
 
 # A fused module is an ordinary module: views, copies, conversions, modes, hooks, names.
@@ -194,71 +143,6 @@ def test_copies(name: str) -> None:
     assert array.get_parameter("0.weight").any()
 
 
-class Tokens(nn.Module):
-    """Takes integers, so that only its own tensors tell the dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.table(ids)
-        return self.out(h * torch.full((4,), 0.3, dtype=h.dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_conversion_after_a_call(dtype: torch.dtype) -> None:
-    models, ids = [Tokens() for _ in range(2)], torch.randint(7, (5,))
-    array = hf.fuse(models)
-    array(ids)
-    actual, expected = array.to(dtype)(ids), torch.stack([model.to(dtype)(ids) for model in models])
-    assert actual.dtype is expected.dtype is dtype
-    bound = 1e-12 if dtype is torch.float64 else 2e-2
-    assert torch.allclose(actual, expected, rtol=bound, atol=bound)
-
-
-def test_modes_of_the_whole_and_of_a_part() -> None:
-    models = [mlp() for _ in range(2)]
-    array, x = hf.fuse(models), normal(5, 4)
-    for change in (
-        lambda m: m.train(),
-        lambda m: m.get_submodule("1").eval(),
-        lambda m: m.eval(),
-        lambda m: m.get_submodule("1").train(),
-    ):
-        for module in (array, *models):
-            change(module)
-        close(array(x), [model(x) for model in models], "output")
-        close(array.get_buffer("1.running_mean"), [model[1].running_mean for model in models], "statistics")
-
-
-def test_freezing_after_fusing() -> None:
-    array, x = fused(), normal(5, 4)
-    array(x)
-    array.get_parameter("0.weight").requires_grad_(False)
-    array(x).sin().sum().backward()
-    assert array.get_parameter("0.weight").grad is None
-    assert array.get_parameter("0.bias").grad is not None
-    assert not array[0][0].weight.requires_grad
-    assert not array.unfuse()[0][0].weight.requires_grad
-
-
-def test_nan_stays_with_its_member() -> None:
-    models = [mlp().float() for _ in range(3)]
-    sick = copy.deepcopy(models)
-    sick[1][0].weight.data.fill_(float("nan"))
-    x = torch.randn(6, 4)
-    arrays = [hf.fuse(models), hf.fuse(sick)]
-    outputs = [array(x) for array in arrays]
-    for output in outputs:
-        output.sin().sum().backward()
-    for b in (0, 2):
-        assert torch.equal(outputs[0][b], outputs[1][b])
-        for a, c in zip(*(array.parameters() for array in arrays), strict=True):
-            assert torch.equal(a.grad[b], c.grad[b])
-
-
 def test_hooks() -> None:
     array, calls = fused(), []
     array.register_forward_pre_hook(lambda *args: calls.append("pre"))
@@ -289,23 +173,6 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     array.note = "free"
 
 
-def test_a_parameter_that_takes_the_place_of_another_is_trained() -> None:
-    members = [mlp() for _ in range(3)]
-    array, x = hf.fuse(members), normal(5, 4)
-    array(x)
-    array.get_submodule("0").bias = nn.Parameter(normal(3, 4))
-    for row, member in enumerate(members):
-        member[0].bias = nn.Parameter(array.get_submodule("0").bias[row].detach().clone())
-        torch.optim.SGD(member.parameters(), lr=0.1).zero_grad()
-        member(x).square().sum().backward()
-        torch.optim.SGD(member.parameters(), lr=0.1).step()
-    optimizer = hf.optim.SGD(array.parameters(), lr=0.1)
-    array(x).square().sum().backward()
-    optimizer.step()
-    for name, stack in array.named_parameters():
-        torch.testing.assert_close(stack, torch.stack([member.get_parameter(name) for member in members]))
-
-
 class Named(nn.Module):
     """Submodules and tensors under the names that a fused module uses itself."""
 
@@ -333,22 +200,6 @@ def assert_collides(models: list[Any]) -> hf.FusedModule:
     close(array(x), [model(x) for model in models], "output")
     close(copy.deepcopy(array)(x), [model(x) for model in array.unfuse()], "output")
     return array
-
-
-def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
-    array, x = (
-        hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).double() for _ in range(2)]),
-        normal(7, 4),
-    )
-    outcomes = []
-    for call in (lambda: checkpoint(array, x, use_reentrant=False), lambda: array(x)):
-        torch.manual_seed(1)
-        array.zero_grad()
-        y = call()
-        y.sin().sum().backward()
-        outcomes.append([y, *(p.grad for p in array.parameters())])
-    for a, b in zip(*outcomes, strict=True):
-        assert torch.equal(a, b)
 
 
 # Methods of the members other than forward, called of an array.
@@ -420,16 +271,6 @@ def test_a_method_of_an_array_is_that_of_the_members(name: str, training: bool) 
     assert array.training is training
 
 
-def test_gradients_through_a_method() -> None:
-    members, x = agents(), torch.randn(3, 5, 4, dtype=torch.float64)
-    array = hf.fuse(members)
-    array.call("get_value", hf.stacked(x)).sin().sum().backward()
-    for member, row in zip(members, x, strict=True):
-        member.get_value(row).sin().sum().backward()
-    for key, stack in array.named_parameters():
-        torch.testing.assert_close(stack.grad, torch.stack([member.get_parameter(key).grad for member in members]))
-
-
 def test_unknown_and_unsupported_methods_raise() -> None:
     array = hf.fuse(agents())
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -444,104 +285,6 @@ def test_a_class_without_forward() -> None:
     with pytest.raises(hf.FusionError, match=r"Encoder defines no forward.*fused\.method"):
         array(x)
     assert_as_alone(array, members, lambda m: m.encode(x))
-
-
-# Arrays inside models that are fused again.
-class Doubling(nn.Linear):
-    def twice(self, x: Tensor) -> Tensor:
-        return self(x) * 2
-
-
-class Branch(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if float(x.detach().sum()) > -1e9 else -x)
-
-
-class Ensemble(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.members, self.head = hf.fuse([make() for _ in range(3)]), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.members(x).mean(0))
-
-
-class Stacked(Ensemble):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.members(hf.stacked(x.expand(3, *x.shape))).mean(0))
-
-
-class OfMethod(Ensemble):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.members.twice(x).mean(0))
-
-
-class Deciding(Ensemble):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if float(x.detach().sum()) > -1e9 else -x)
-
-
-def dense() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ensemble": lambda: Ensemble(dense),
-    "array of arrays": lambda: hf.fuse([dense() for _ in range(2)]),
-    "stacked input": lambda: Stacked(dense),
-    "method": lambda: OfMethod(lambda: Doubling(4, 4)),
-    "looped member": lambda: Ensemble(lambda: Branch(4, 4)),
-    "looped model": lambda: Deciding(dense),
-    "running statistics": lambda: Ensemble(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_with_arrays_train_as_alone(name: str) -> None:
-    torch.manual_seed(0)
-    models, x = [MODELS[name]().double() for _ in range(2)], torch.randn(5, 4, dtype=torch.float64)
-    array = hf.fuse(models)
-    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in (array, *models)]
-    for _ in range(2):
-        outputs, *rows = [module(x) for module in (array, *models)]
-        torch.testing.assert_close(outputs, torch.stack(rows), rtol=1e-9, atol=1e-12)
-        for optimizer, output in zip(optimizers, (outputs, *rows), strict=True):
-            optimizer.zero_grad()
-            output.sin().sum().backward()
-            optimizer.step()
-    for module in (array, *models):
-        module.eval()
-    expected = torch.stack([model(x) for model in models])
-    torch.testing.assert_close(array(x), expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.stack([m(x) for m in array.unfuse()]), expected, rtol=1e-9, atol=1e-12)
-    for key, stack in array.state_dict().items():
-        torch.testing.assert_close(stack, torch.stack([m.state_dict()[key] for m in models]), rtol=1e-9, atol=1e-12)
-
-
-def test_options_of_members_of_members_are_honoured() -> None:
-    models = [Ensemble(lambda slope=slope: nn.LeakyReLU(slope)) for slope in (0.1, 0.5)]
-    array, x = hf.fuse(models), torch.randn(3, 4)
-    torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))
-
-
-# Batches of no samples.
-NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "samples": (lambda: nn.BatchNorm1d(3), (0, 3)),
-    "positions": (lambda: nn.BatchNorm1d(3), (2, 3, 0)),
-    "images": (lambda: nn.BatchNorm2d(3, affine=False), (0, 3, 4, 4)),
-    "before a layer": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)), (0, 3)),
-    "without statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (0, 3)),
-}
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_batches_of_no_samples_leave_statistics_alone(name: str) -> None:
-    make, shape = NORMS[name]
-    members = [make() for _ in range(2)]
-    array, x = hf.fuse(members), torch.ones(shape)
-    torch.testing.assert_close(array(x), torch.stack([member(x) for member in members]))
-    for key, stack in array.state_dict().items():
-        torch.testing.assert_close(stack, torch.stack([member.state_dict()[key] for member in members]))
 
 
 # Tensors that some members share, and members that are saved by themselves.

@@ -44,10 +44,6 @@ def views(params: Tensors, grads: Tensors) -> None:
     params["2.weight"].T[torch.tensor([0, 2])] += 1
 
 
-def constant(params: Tensors, grads: Tensors) -> Tensors:
-    return {"0.bias": torch.arange(6, dtype=DOUBLE)}
-
-
 def branches(params: Tensors, grads: Tensors) -> None:
     if params["0.bias"].sum() > 0:
         params["0.bias"].neg_()
@@ -58,12 +54,7 @@ def data(params: Tensors, grads: Tensors) -> None:
     params["2.bias"].data.add_(1)
 
 
-def spectral(params: Tensors, grads: Tensors) -> None:
-    left, values, right = torch.linalg.svd(params["0.weight"], full_matrices=False)
-    params["0.weight"].copy_(left * values.clamp(max=0.3) @ right)
-
-
-FUNCTIONS = [unit_norm, project, replaced, returned, views, constant, branches, data, spectral]
+FUNCTIONS = [unit_norm, project, replaced, returned, views, branches, data]
 
 
 def model(seed: int) -> nn.Module:
@@ -218,9 +209,3 @@ def test_refuses(fn: Callable[..., Any], kind: type[Exception], message: str) ->
     with pytest.raises(kind, match=message):
         hf.each(fn)(fused)
     equal(fused, models, rtol=0)
-
-
-@hf.each
-def decorated(params: Tensors, grads: Tensors) -> None:
-    """Zero biases."""
-    params["0.bias"].zero_()

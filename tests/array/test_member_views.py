@@ -209,33 +209,6 @@ def told(model: Any) -> None:
     model.get_submodule("fc").requires_grad_(False)
 
 
-def test_a_step_leaves_rows_alone_that_a_member_does_not_train() -> None:
-    fused, models = pair()
-    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in models]
-    step = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=False)
-    x, y = inputs(), inputs(1)
-    for change in (None, told, None):
-        if change is not None:
-            change(fused[1])
-            change(models[1])
-        for _ in range(3):
-            losses = step(x, y)
-            for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
-                member_optimizer.zero_grad()
-                value = nn.functional.mse_loss(model(x), y)
-                value.backward()
-                member_optimizer.step()
-                close(loss, value.detach(), "loss")
-        compare(fused, models)
-    assert r"members [1] do not train fc.weight" in str(fused.report())
-    fused[3].get_submodule("norm").eval()
-    models[3].get_submodule("norm").eval()
-    compiled = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=True)
-    with pytest.warns(UserWarning, match=r"norm is in train mode in members \[0, 1, 2\], in eval mode in \[3\]"):
-        compiled(x, y)
-
-
 def test_a_population_hears_its_members() -> None:
     fused, models = pair()
     make = lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
@@ -260,43 +233,6 @@ def test_a_population_hears_its_members() -> None:
     for member, expected in zip(fused, models, strict=True):
         for key, value in expected.state_dict().items():
             close(member.state_dict()[key], value, key)
-
-
-def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
-    fused, _ = pair()
-    told(fused[1])
-    outputs(fused, list(fused), inputs())
-    optimizer = torch.optim.Adam(fused.parameters())
-    fused(inputs()).sum().backward()
-    with pytest.raises(hf.FusionError, match=r"members \[1\] do not train .*hf.optim"):
-        optimizer.step()
-    task = hf.Task(
-        fused,
-        loss=nn.functional.mse_loss,
-        optimizer=hf.optim.SGD,
-        loader=[(inputs(), inputs(1))],
-        epochs=1,
-        name="views",
-    )
-    with pytest.raises(hf.FusionError, match=r"members \[1\] do not train fc"):
-        hf.train(task)
-    fused.requires_grad_()
-    optimizer.step()
-    fused[0].get_submodule("norm").eval()
-    with pytest.raises(hf.FusionError, match="norm is in train mode in members"):
-        torch.export.export(fused, (inputs(),))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_what_is_done_to_members_after_a_trace_holds() -> None:
-    array, x = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2)]), torch.randn(5, 4)
-    compiled = torch.compile(lambda x: array(x) * 2, backend="aot_eager")
-    compiled(x)
-    array[1].eval()
-    array[0].register_forward_hook(lambda module, args, output: output * 3)
-    actual = compiled(x)
-    for row, member in enumerate(array):
-        torch.testing.assert_close(actual[row], member(x) * 2)
 
 
 class MaxNorm(nn.Linear):

@@ -77,18 +77,6 @@ class Merging(nn.Linear):
         return self
 
 
-class Assigning(Merging):
-    """The same, with a new tensor instead of a write."""
-
-    def train(self, mode: bool = True) -> Assigning:
-        nn.Linear.train(self, mode)
-        if mode == self.merged:
-            merged = self.weight + (-1 if mode else 1) * self.up @ self.down
-            self.weight = nn.Parameter(merged.detach(), requires_grad=False)
-            self.merged = not mode
-        return self
-
-
 class Scaled(nn.Module):
     """Sets an attribute, a buffer and what is trained."""
 
@@ -107,18 +95,6 @@ class Scaled(nn.Module):
         self.switches += 1
         self.body.requires_grad_(mode)
         return self
-
-
-def own_scale(mode: bool = True) -> Make:
-    """Members that differ in what their train sets."""
-    numbers = iter(range(100))
-
-    def make() -> nn.Module:
-        model = Differing()
-        model.number = float(next(numbers))
-        return model
-
-    return make
 
 
 class Differing(nn.Module):
@@ -149,14 +125,10 @@ def on_the_instance() -> nn.Module:
 
 MAKES: dict[str, Make] = {
     "a frozen backbone": Backbone,
-    "deep in a tree": lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.0), Backbone())),
-    "fused in eval": lambda: Backbone().eval(),
     "with a part in eval": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), Backbone()),
     "a teacher": Teacher,
     "adapters that merge": lambda: nn.Sequential(Merging(), nn.Tanh(), Merging()),
-    "adapters that merge anew": lambda: nn.Sequential(Assigning(), nn.Tanh(), Assigning()),
     "attributes, buffers and what is trained": Scaled,
-    "members that differ": own_scale(),
     "on the instance": on_the_instance,
 }
 CHANGES: Sequence[Change] = (
@@ -209,25 +181,6 @@ def test_modes_are_as_alone(name: str) -> None:
     assert len(array.report().parts) <= 6
 
 
-class Freezing(nn.Module):
-    """Keeps the first ``count`` norms in eval mode."""
-
-    def __init__(self, count: int, trained: bool = True) -> None:
-        super().__init__()
-        self.norms, self.count, self.trained = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), count, trained
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norms(x)
-
-    def train(self, mode: bool = True) -> Freezing:
-        super().train(mode)
-        with torch.no_grad():
-            self.norms[0].weight.fill_(7)
-        self.norms[: self.count].eval()
-        self.norms[1].requires_grad_(self.trained)
-        return self
-
-
 class Growing(nn.Linear):
     def train(self, mode: bool = True) -> Growing:
         self.weight = nn.Parameter(torch.ones(2, 2))
@@ -237,12 +190,6 @@ class Growing(nn.Linear):
 class SharedWrite(nn.Linear):
     def train(self, mode: bool = True) -> SharedWrite:
         self.weight.data *= 2
-        return super().train(mode)
-
-
-class SharedAssign(nn.Linear):
-    def train(self, mode: bool = True) -> SharedAssign:
-        self.weight = nn.Parameter(self.weight * 2, requires_grad=False)
         return super().train(mode)
 
 
@@ -267,7 +214,6 @@ def by_a_function() -> nn.Module:
     [
         ([Growing(4, 4), Growing(4, 4)], "member 0 of a fused Growing does not fit its array: weight has shape"),
         (sharing(SharedWrite), "model 0 writes into weight, which all members share"),
-        (sharing(SharedAssign), "weight of member 0 of a fused SharedAssign was assigned, and is one tensor of all"),
         ([by_a_function(), by_a_function()], "train of Linear was set to .* Define it in the class"),
     ],
 )
@@ -280,30 +226,6 @@ def test_unsupported_mode_changes_are_refused_and_undone(models: list[nn.Module]
     assert flags == [module.training for module in array.modules()]
     for name, tensor in array.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-
-
-@pytest.mark.parametrize(
-    ("models", "words"),
-    [
-        ([Freezing(0), Freezing(1)], r"norms.0 is in train mode in members [0], in eval mode in [1]"),
-        ([Freezing(1), Freezing(0)], r"norms.0 is in train mode in members [1], in eval mode in [0]"),
-        ([Freezing(0), Freezing(0, False)], r"members [1] do not train norms.1.weight"),
-    ],
-)
-def test_members_whose_own_modes_differ_run_their_own_code(models: list[nn.Module], words: str) -> None:
-    models, x = [model.double() for model in models], normal(6, 4)
-    array = hf.fuse(models)
-    for module in (array, *models):
-        module.train()
-        module(x).sin().sum().backward()
-    for member, model in zip(array, models, strict=True):
-        assert [m.training for m in member.modules()] == [m.training for m in model.modules()]
-        for parameter, expected in zip(member.parameters(), model.parameters(), strict=True):
-            assert (parameter.grad is None) == (expected.grad is None)
-            close(parameter.detach()[None], [expected.detach()], "value")
-            if expected.grad is not None and parameter.grad is not None:
-                close(parameter.grad[None], [expected.grad], "gradient")
-    assert words in str(array.report())
 
 
 def test_evaluating_leaves_the_array_as_it_was() -> None:

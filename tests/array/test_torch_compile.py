@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
@@ -79,41 +78,6 @@ def test_models_of_every_kind(model: zoo.Model, again: str) -> None:
     assert_same(array, eager, run(compiled, x), run(eager, x))
 
 
-def test_loading_and_conversion_are_seen() -> None:
-    array, eager = pair(lambda: nn.Linear(4, 2))
-    compiled = torch.compile(array, fullgraph=True, backend="aot_eager")
-    x = torch.rand(5, 4, dtype=torch.float64)
-    run(compiled, x)
-    with torch.no_grad():
-        eager.weight.mul_(2)
-    array.load_state_dict(eager.state_dict())
-    torch.testing.assert_close(compiled(x), eager(x))
-    array.float(), eager.float()
-    torch.testing.assert_close(compiled(x.float()), eager(x.float()))
-
-
-# `torch.export` of an array, with a batch size that may vary.
-class Table(nn.Module):
-    """Holds a tensor that is no buffer, and gives a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.scales = nn.Linear(4, 3).double(), torch.arange(3.0).double()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"scaled": self.fc(x) * self.scales, "sizes": torch.ones(x.shape[0])}
-
-
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(4, 4, batch_first=True).double(), nn.Linear(4, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, _ = self.rnn(x)
-        return self.out(h[:, -1])
-
-
 class Island(nn.Module):
     """A branch on values, which runs member by member."""
 
@@ -132,9 +96,7 @@ def cnn() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (4,)),
     "cnn": (cnn, (2, 4, 4)),
-    "lstm": (Last, (5, 4)),
     "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double(), (5, 4)),
-    "constants and nests": (Table, (4,)),
 }
 
 
@@ -159,21 +121,6 @@ def test_export_with_a_dynamic_batch(name: str, called: bool) -> None:
     for samples in (2, 7, 9):
         x = normal(samples, *shape)
         torch.testing.assert_close(program(x), array(x), rtol=1e-9, atol=1e-11)
-
-
-# torch 2.11 warns of how it loads a program.
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-@pytest.mark.parametrize("called", [False, True])
-def test_a_program_is_saved_and_loaded(called: bool) -> None:
-    array = hf.fuse([mlp().eval() for _ in range(2)])
-    if called:
-        array(normal(3, 4))
-    program = torch.export.export(array, (normal(7, 4),), dynamic_shapes={"args": ({0: dynamic()},)})
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    x = normal(9, 4)
-    torch.testing.assert_close(torch.export.load(file).module()(x), array(x))
 
 
 def test_export_of_what_runs_member_by_member_is_refused_in_words() -> None:

@@ -42,51 +42,18 @@ class Gated(nn.Module):
         return self.outer((hidden / (1 + size)).tanh())
 
 
-class Detached(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.inner(x)
-        return self.outer(hidden / (1 + hidden.detach().abs()) * x.detach().sum(-1, keepdim=True))
-
-
 class Branch(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.tanh() if float(x.detach().sum()) > -1e9 else x)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.outer = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs: Tensor = self.outer(self.cells(x.reshape(-1, 2, 4))[0][:, -1])
-        return outputs
-
-
-class Attention(nn.Module):
-    """Of three dims, for which torch has a second derivative; of four it has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 12), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.inner(x.reshape(-1, 2, 4)).chunk(3, -1)
-        outputs: Tensor = self.outer(F.scaled_dot_product_attention(query, key, value).flatten(1))
-        return outputs
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2)),
-    "wide": lambda: nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 2)),
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(-1, (2, 4)), nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2)
     ),
     "without gradients": Gated,
-    "detached": Detached,
     "looped": lambda: nn.Sequential(nn.Linear(8, 4), Branch(4, 4), nn.Linear(4, 2)),
-    "recurrent": Recurrent,
-    "attention": Attention,
 }
 
 
@@ -126,7 +93,6 @@ TRANSFORMS: dict[str, Callable[[Forward, Parameters, Tensor], Any]] = {
 # By value (`.item()`) nothing can be batched or traced; torch has no batched LSTM.
 IMPOSSIBLE = {
     *(("looped", name) for name in ("vmap of grad", "vmap of parameters", "linearize")),
-    *(("recurrent", name) for name in ("vmap of grad", "vmap of parameters")),
 }
 
 

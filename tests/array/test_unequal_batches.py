@@ -9,39 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.core.ragged import Ragged
 
 # Batches of different sizes: each member's outputs, losses, gradients and buffers are those of the member alone.
 SIZES = [3, 5, 64, 5]
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 5, batch_first=True)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _, (hidden, _) = self.lstm(x)
-        logits: Tensor = self.head(hidden[-1])
-        return logits
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layer(self.embed(x)).mean(1))
-        return logits
 
 
 class Contrast(nn.Module):
@@ -78,12 +51,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-    )
-
-
 def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
@@ -94,18 +61,13 @@ def rows(*shape: int) -> Callable[[int], Tensor]:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "mlp": (mlp, rows(4)),
-    "cnn": (cnn, rows(2, 6, 6)),
     "batch norm": (batch_norm, rows(2, 6, 6)),
-    "lstm": (Recurrent, rows(6, 4)),
-    "transformer": (Transformer, lambda n: torch.randint(7, (n, 5))),
     "contrast": (Contrast, rows(4)),
     "branching": (Branching, rows(4)),
 }
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": F.cross_entropy,
-    "sum": lambda y, t: F.cross_entropy(y, t, reduction="sum"),
-    "label smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
     "squared mean": lambda y, t: F.cross_entropy(y, t, reduction="none").mean() ** 2 + y.std(),
 }
 
@@ -159,32 +121,12 @@ def test_losses_are_those_of_own_samples(name: str) -> None:
     check(mlp, rows(4), LOSSES[name], SIZES)
 
 
-@settings(max_examples=8, deadline=None)
-@given(sizes=st.lists(st.integers(2, 9), min_size=2, max_size=4))
-def test_any_sizes(sizes: list[int]) -> None:
-    torch.set_default_dtype(torch.float64)
-    check(mlp, rows(4), F.cross_entropy, sizes)
-    check(batch_norm, rows(2, 6, 6), F.cross_entropy, sizes)
-
-
 @pytest.mark.parametrize("sizes", [[1, 2], [1, 1, 7], [4, 1, 1], [0, 4]])
 def test_batches_of_one_sample_and_of_none(sizes: list[int]) -> None:
     fused = hf.fuse(models := [mlp() for _ in sizes])
     xs = [torch.randn(n, 4) for n in sizes]
     for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
         close(actual, model(x))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_outputs_in_eval_mode(name: str) -> None:
-    make, batch = MODELS[name]
-    fused = hf.fuse(models := [make() for _ in SIZES]).eval()
-    xs = [batch(n) for n in SIZES]
-    with torch.no_grad():
-        outputs = fused(hf.stacked(xs))
-        assert isinstance(outputs, Ragged)
-        for actual, model, x in zip(outputs, models, xs, strict=True):
-            close(actual, model.eval()(x))
 
 
 def test_a_nan_of_one_changes_no_bit_of_others() -> None:
@@ -228,42 +170,6 @@ class Then(nn.Module):
         return self.function(self.layer(x))
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(self.embed(x)).mean(1)
-        return result
-
-
-class RecurrentPadded(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], batch_first: bool) -> None:
-        super().__init__()
-        self.layer = kind(4, 5, 2, batch_first=batch_first)
-        self.batch_first = batch_first
-
-    def forward(self, x: Tensor) -> Any:
-        outputs, states = self.layer(x if self.batch_first else x.transpose(0, 1))
-        return outputs, states if isinstance(states, Tensor) else states[0]
-
-
-class Token(nn.Module):
-    """Its batch size is used where it only repeats rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.layer = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.token.expand(x.shape[0], -1, -1)
-        result: Tensor = self.layer(torch.cat([tokens, x, torch.zeros(x.shape[0], 1, 4)], 1))
-        return result
-
-
 def padded_cnn() -> nn.Module:
     norms = nn.GroupNorm(2, 4), nn.MaxPool2d(2)
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *norms, nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 3))
@@ -279,31 +185,17 @@ def then(function: Callable[[Tensor], Any]) -> tuple[Callable[[], nn.Module], Ca
 
 PADDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)), of(4)),
-    "no dropout": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0)), of(4)),
     "cnn": (padded_cnn, of(2, 6, 6)),
-    "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4), nn.AdaptiveAvgPool1d(2)), of(2, 6)),
-    "lstm": (lambda: RecurrentPadded(nn.LSTM, True), of(6, 4)),
     "embedding": (lambda: nn.Embedding(7, 3, padding_idx=0), lambda size: torch.randint(7, (size, 2))),
-    "token": (Token, of(3, 4)),
-    "prelu": (lambda: nn.Sequential(nn.Conv1d(2, 3, 1), nn.PReLU(3)), of(2, 5)),
     "columns": then(lambda x: (x[:, 1:], x.flip(1), x.softmax(1), x.cumsum(1))),
     "norm": then(lambda x: x / x.norm(dim=-1, keepdim=True)),
-    "products": then(lambda x: x[:, :, None] @ x[:, None] + x.unsqueeze(1).bmm(x.unsqueeze(2))),
     "weights of no sample": then(lambda x: x @ torch.eye(4).softmax(0)),
     "largest": then(lambda x: torch.stack(x.max(1)[:1] + x.topk(2)[0].unbind(1), 1)),
 }
 
 GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]] = {
-    "encoder": (Encoder, lambda size: torch.randint(7, (size, 5)), "transpose.int: it moves the samples"),
-    "gru, steps first": (lambda: RecurrentPadded(nn.GRU, False), of(6, 4), "transpose.int: it moves the samples"),
-    "transposed": (*then(lambda x: x.t()), "t: it may mix"),
     "outer product": (*then(lambda x: torch.einsum("ni,nj->nij", x, x)), "einsum: it may mix"),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), of(4), "forward changes 1."),
-    "batch norm without statistics": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)),
-        of(4),
-        "batch_norm: its training is True",
-    ),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), of(4), "dropout: it draws"),
     "counts of an index": (
         lambda: nn.Embedding(7, 3, scale_grad_by_freq=True),
@@ -312,20 +204,13 @@ GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]]
     ),
     "centered": (*then(lambda x: x - x.mean(0)), "mean.dim: it works along"),
     "backwards": (*then(lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)]), "mix samples"),
-    "flip": (*then(lambda x: x.flip(0)), "flip: it works along"),
     "softmax": (*then(lambda x: x.softmax(0)), "softmax.int: it works along"),
     "flat": (*then(lambda x: x.reshape(-1)), "reshape: it moves or merges"),
-    "halves": (*then(lambda x: x.reshape(-1, 2, 2).reshape(4, -1)), "reshape: it moves or merges"),
-    "cumsum": (*then(lambda x: x.cumsum(0)), "cumsum: it works along"),
     "number of samples": (*then(lambda x: x / x.shape[0]), "it uses the number of samples"),
-    "numbers of samples": (*then(lambda x: x + torch.full((x.shape[0], 1), x.shape[0])), "full"),
     "sum": (*then(lambda x: x.sum()), "sum: it may mix"),
-    "products": (*then(lambda x: x @ x.t()), "t: it may mix"),
     "pairs": (*then(lambda x: (x[:, None] - x[None]).sum(1)), "unsqueeze: it moves"),
     "first sample": (*then(lambda x: x - x[:1]), "slice.Tensor: it picks"),
-    "last samples": (*then(lambda x: x[1:]), "slice.Tensor: it picks"),
     "joined": (*then(lambda x: torch.cat([x, x])), "cat: it works along"),
-    "sorted": (*then(lambda x: x.sort(0)[0]), "sort: it works along"),
     "branch on the size": (*then(lambda x: x if x.shape[0] > 10 else -x), ""),
 }
 
@@ -394,34 +279,14 @@ CLASSES = (3, 5, 3, 7)
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def own_mean(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).abs().sum(1).mean()
-
-
-def one_hot() -> list[Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return [F.one_hot(torch.randint(c, (6,), generator=draw), c).double() for c in CLASSES]
-
-
 def values() -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     return [torch.randn(6, c, dtype=torch.float64, generator=draw) for c in CLASSES]
 
 
-CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
-    "one-hot targets": (F.cross_entropy, one_hot),
-    "regression targets": (F.mse_loss, values),
-    "own reduction": (own_mean, values),
-}
-
-
 def heads() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, c)).double() for c in CLASSES]
-
-
-def sgd(params: list[nn.Parameter]) -> hf.optim.SGD:
-    return hf.optim.SGD(params, lr=[0.1, 0.2, 0.3, 0.4], momentum=0.9)
 
 
 def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tuple[list[nn.Module], Tensor]:
@@ -441,35 +306,6 @@ def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tup
     return models, torch.stack(losses)
 
 
-def by_population(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
-    pop = hf.Population(heads(), optimizer=sgd, loss=loss, compile=compile)
-    losses = torch.stack([pop.step(X, hf.stacked(targets)).detach() for _ in range(3)])
-    return [pop.models[row] for row in range(len(CLASSES))], losses
-
-
-def by_train(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
-    task = hf.Task(heads(), loss, sgd, [(X, hf.stacked(targets))] * 3, compile=compile)
-    result = hf.train([task])["task"]
-    return list(result.models), result.losses
-
-
-TRAINED = {"Population": by_population, "train": by_train}
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("how", TRAINED)
-@pytest.mark.parametrize("name", CASES)
-def test_each_trains_as_alone(name: str, how: str, compile: bool) -> None:
-    loss, make = CASES[name]
-    targets = make()
-    models, expected = alone(loss, targets, 3)
-    trained, losses = TRAINED[how](loss, targets, compile)
-    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
-    for member, model in zip(trained, models, strict=True):
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(member.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
-
-
 def test_inputs_may_differ_in_any_size() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in range(3)]
@@ -479,3 +315,33 @@ def test_inputs_may_differ_in_any_size() -> None:
         y = fused(hf.stacked(xs))
         for row, model in enumerate(models):
             torch.testing.assert_close(y[row], model(xs[row]), rtol=1e-9, atol=1e-12)
+
+
+# Populations whose members have batches of different sizes.
+
+
+@pytest.mark.parametrize("norm", [[], [nn.BatchNorm1d(8)]], ids=["plain", "normed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_twenty_steps_and_an_evaluation_of_a_population(norm: list[nn.Module], accumulate: int) -> None:
+    # With a bias before the norm, whose gradient is rounding alone, Adam would make a step of it.
+    layers = [nn.Linear(4, 8, bias=not norm), *norm, nn.Linear(8, 3)]
+    models = [copy.deepcopy(nn.Sequential(*layers)).double() for _ in SIZES]
+    for model in models:
+        nn.init.normal_(model[0].weight)
+    options = {"loss": F.cross_entropy, "accumulate": accumulate}
+    pop = hf.Population(models, optimizer=lambda params: hf.optim.Adam(params, lr=0.01), **options)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    for step in range(20):
+        xs, ts = [torch.randn(n, 4) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
+        pop.step(hf.stacked(xs), hf.stacked(ts))
+        for model, optimizer, x, t in zip(models, optimizers, xs, ts, strict=True):
+            (F.cross_entropy(model(x), t) / accumulate).backward()
+            if step % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    for b, model in enumerate(models):
+        for key, tensor in model.state_dict().items():
+            close(pop.models[b].state_dict()[key], tensor, key)
+    scores = pop.evaluate(F.cross_entropy, [(hf.stacked(xs), hf.stacked(ts))] * 2)
+    for b, model in enumerate(models):
+        close(scores[b], F.cross_entropy(model.eval()(xs[b]), ts[b]).detach())

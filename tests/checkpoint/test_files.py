@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import os
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -76,14 +76,6 @@ def test_every_kind_of_number_comes_back(tmp_path: Path) -> None:
             read[key].float() if tensor.is_floating_point() else read[key],
             tensor.float() if tensor.is_floating_point() else tensor,
         )
-
-
-@pytest.mark.parametrize("name", ["file", "broken link"])
-def test_a_root_that_is_no_folder_is_reported(name: str, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    TAKEN[name](root)
-    with pytest.raises(hf.CheckpointError, match="could not write a checkpoint"):
-        save(root)
 
 
 def test_links_are_removed_and_what_they_lead_to_is_not(tmp_path: Path) -> None:
@@ -215,21 +207,12 @@ class Table(dict):  # type: ignore[type-arg]
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "namedtuple": (Point(1, 2), r"extra is of class .*Point, .*give tuple\(\.\.\.\) of it"),
-    "within": ({"a": [Point(1, 2)]}, r"extra/a/0 is of class .*Point"),
-    "key": ({Point(1, 2): 1}, r"extra is of class .*Point"),
     "structseq": (torch.ones(2).max(0), r"torch\.return_types\.max, .*give tuple\("),
     "enum": (Level.LOW, r"Level, .*give its \.value"),
-    "str": (Name("a"), r"Name, .*give str\("),
-    "numpy str": (np.str_("a"), r"numpy\.str_ of <U1, .*give str\("),
     "dict": (Table(a=1), r"Table, .*give dict\("),
-    "mapping": (UserDict(a=1), r"UserDict, .*give dict\("),
     "defaultdict": (defaultdict(lambda: 1), r"defaultdict of <function .*give dict\("),
     "deque": (deque([1]), r"collections\.deque, .*keep plain values"),
-    "masked": (np.ma.array([1, 2], mask=[True, False]), r"MaskedArray of int64"),
     "byte order": (np.ones(1, dtype=">f8"), r"numpy\.ndarray of >f8"),
-    "wide": (np.longdouble(1), r"numpy\.longdouble of"),
-    "lazy": (nn.UninitializedParameter(), r"UninitializedParameter, .*give a plain tensor"),
-    "dtype": (torch.float32, r"torch\.dtype, .*keep plain values"),
 }
 
 

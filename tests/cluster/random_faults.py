@@ -1,9 +1,9 @@
 """Runs with faults at random instants: ``python -m tests.cluster.random_faults --faults 200``.
 
-Two processes, or the nodes of a Ray cluster, train tasks with checkpoints and a sweep in a folder. Meanwhile workers,
-nodes and drivers are killed, drivers are interrupted, nodes join, and disks are full; a driver that ends is started
-again on the same folder. Each run must end as one without faults, tasks bit for bit, must give each result to
-``on_result`` once, and must leave no processes, shared memory or temporary files.
+Two processes train tasks with checkpoints and a sweep in a folder. Meanwhile workers and drivers are killed, drivers
+are interrupted, and disks are full; a driver that ends is started again on the same folder. Each run must end as one
+without faults, tasks bit for bit, must give each result to ``on_result`` once, and must leave no processes, shared
+memory or temporary files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,9 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from tests.cluster import test_process_executor as trained_cases
-from tests.cluster.ray_environment import RAY_ENVIRONMENT
 from tests.cluster.temporary_files import processes_of
-from tests.cluster.test_ray import Nodes
 from tests.tune import cases
 from tests.tune.test_cluster import sweep
 
@@ -86,7 +84,7 @@ def _searched(folder: Path, where: hf.Cluster, note: Callable[[str], None]) -> A
 RUNS = {"trained": _trained, "searched": _searched}
 
 
-def drive(run: str, folder: Path, address: str | None) -> None:
+def drive(run: str, folder: Path) -> None:
     """The driver's process: train, and write the results into ``folder``."""
     os.environ["HFUSION_RATES"] = "standard"
     torch.set_num_threads(1)
@@ -97,11 +95,8 @@ def drive(run: str, folder: Path, address: str | None) -> None:
             events.write(event + "\n")
             events.flush()
 
-        if address is None:
-            devices = [hf.Device(f"cpu:{number}", memory="1GiB") for number in range(2)]
-            where = hf.Cluster(hf.Machine(devices, host="2GiB", disk=folder / "spill"))
-        else:
-            where = hf.Cluster(memory="1GiB", host="1GiB", disk=folder / "spill", where=address, timeout=120)
+        devices = [hf.Device(f"cpu:{number}", memory="1GiB") for number in range(2)]
+        where = hf.Cluster(hf.Machine(devices, host="2GiB", disk=folder / "spill"))
         torch.save(RUNS[run](folder, where, note), folder / "results")
 
 
@@ -111,7 +106,6 @@ class Driver:
 
     run: str
     folder: Path
-    address: str | None
     temporary: Path
     process: subprocess.Popen[str] = field(init=False)
     began: float = field(init=False)
@@ -119,10 +113,9 @@ class Driver:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         (self.folder / "events").write_text("")
-        command = [sys.executable, "-m", "tests.cluster.random_faults", "--drive", self.run, str(self.folder)]
         self.process = subprocess.Popen(
-            [*command, *([] if self.address is None else [self.address])],
-            env={**os.environ, **RAY_ENVIRONMENT, "TMPDIR": str(self.temporary)},
+            [sys.executable, "-m", "tests.cluster.random_faults", "--drive", self.run, str(self.folder)],
+            env={**os.environ, "TMPDIR": str(self.temporary)},
             stdout=subprocess.DEVNULL,
             stderr=(self.folder / "errors").open("w"),
             text=True,
@@ -141,65 +134,21 @@ class Driver:
             time.sleep(0.02)
 
 
-class Site:
-    """Trains the arrays of a driver in its child processes."""
-
-    name = "processes"
-    address: str | None = None
-    kinds: tuple[str, ...] = ("worker", *_ENDING)
-
-    def workers(self, driver: Driver) -> list[int]:
-        return processes_of("spawn_main", driver.process.pid)
-
-    def restore(self) -> None:
-        """Restore the initial number of nodes."""
-
-    def strike(self, kind: str, driver: Driver, draw: random.Random) -> bool:
-        """Let a fault happen; return whether there was anything that it could happen to."""
-        workers = self.workers(driver)
-        if driver.process.poll() is not None:
-            return False
-        if kind == "worker":
-            if workers:
-                os.kill(draw.choice(workers), signal.SIGKILL)
-            return bool(workers)
-        if kind == "disk":
-            for process in [driver.process.pid, *workers]:
-                resource.prlimit(process, resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
-            return True
-        driver.process.send_signal(signal.SIGKILL if kind == "driver" else draw.choice((signal.SIGINT, signal.SIGTERM)))
+def strike(kind: str, driver: Driver, draw: random.Random) -> bool:
+    """Let a fault happen; return whether there was anything that it could happen to."""
+    workers = processes_of("spawn_main", driver.process.pid)
+    if driver.process.poll() is not None:
+        return False
+    if kind == "worker":
+        if workers:
+            os.kill(draw.choice(workers), signal.SIGKILL)
+        return bool(workers)
+    if kind == "disk":
+        for process in [driver.process.pid, *workers]:
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
         return True
-
-
-class RaySite(Site):
-    """The nodes of a Ray cluster."""
-
-    name = "ray"
-    kinds = (*Site.kinds, "node", "replaced", "joined")
-
-    def __init__(self) -> None:
-        os.environ.update(RAY_ENVIRONMENT)
-        self.nodes = Nodes(2)
-        self.address = self.nodes.cluster.address
-
-    def workers(self, driver: Driver) -> list[int]:
-        return processes_of("DeviceActor")
-
-    def restore(self) -> None:
-        while len(self.nodes.others) < 1:
-            self.nodes.add()
-        while len(self.nodes.others) > 1:
-            self.nodes.kill()
-
-    def strike(self, kind: str, driver: Driver, draw: random.Random) -> bool:
-        if kind in ("node", "replaced", "joined"):
-            killed = kind != "joined" and bool(self.nodes.others)
-            if kind != "node" and len(self.nodes.others) < 3:
-                self.nodes.add()
-            if killed:
-                self.nodes.kill()
-            return killed or kind == "joined"
-        return super().strike(kind, driver, draw)
+    driver.process.send_signal(signal.SIGKILL if kind == "driver" else draw.choice((signal.SIGINT, signal.SIGTERM)))
+    return True
 
 
 @dataclass
@@ -224,10 +173,10 @@ def same(actual: Any, expected: Any, limit: float) -> bool:
 
 
 class Soak:
-    """Runs of one kind at one site."""
+    """Runs of one kind."""
 
-    def __init__(self, run: str, site: Site, folder: Path, draw: random.Random) -> None:
-        self.run, self.site, self.folder, self.draw = run, site, folder, draw
+    def __init__(self, run: str, folder: Path, draw: random.Random) -> None:
+        self.run, self.folder, self.draw = run, folder, draw
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self.count = 0
@@ -248,7 +197,7 @@ class Soak:
         return run_folder
 
     def _driver(self, run_folder: Path) -> Driver:
-        return Driver(self.run, run_folder, self.site.address, self.temporary)
+        return Driver(self.run, run_folder, self.temporary)
 
     def _results(self, run_folder: Path) -> Any:
         return torch.load(run_folder / "results", weights_only=True)
@@ -262,7 +211,6 @@ class Soak:
     def once(self, count: int) -> Struck:
         """A run with up to ``count`` faults; a driver that ends by one is started again."""
         began, faults = time.monotonic(), Counter[str]()
-        self.site.restore()
         run_folder = self._new_folder()
         instants = sorted(self.draw.uniform(0, self.trains) for _ in range(count))
         while True:
@@ -274,9 +222,9 @@ class Soak:
                 if wait > 0:
                     time.sleep(min(wait, 0.05))
                     continue
-                kind = self.draw.choice(self.site.kinds)
+                kind = self.draw.choice(("worker", *_ENDING))
                 instants.pop(0)
-                if self.site.strike(kind, driver, self.draw):
+                if strike(kind, driver, self.draw):
                     faults[kind] += 1
                     ends = kind in _ENDING
             self._end(driver)
@@ -312,58 +260,44 @@ class Soak:
                     yield f"process {path.name}: {(path / 'cmdline').read_bytes()!r}"
             except OSError:
                 continue
-        if isinstance(self.site, RaySite):
-            yield from map(str, processes_of("DeviceActor"))
         yield from (str(path) for path in self.temporary.rglob("*hfusion*"))
         yield from (str(path) for path in self.folder.glob("run-*/spill/*"))
 
 
-def soak(run: str, site: Site, faults: int, seed: int) -> None:
+def soak(run: str, faults: int, seed: int) -> None:
     """Run until so many faults have happened."""
     draw = random.Random(seed)
     memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as name:
-        runs = Soak(run, site, Path(name), draw)
+        runs = Soak(run, Path(name), draw)
         total, extra = Counter[str](), list[float]()
         while total.total() < faults:
             struck = runs.once(draw.randint(1, 3))
             total += struck.faults
             if struck.faults:
                 extra.append(struck.seconds / struck.faults.total())
-            print(
-                f"{run} on {site.name}: {total.total()} faults in {runs.count} runs: {dict(struck.faults)}", flush=True
-            )
-    if not isinstance(site, RaySite):
-        assert set(os.listdir("/dev/shm")) <= memory
+            print(f"{run}: {total.total()} faults in {runs.count} runs: {dict(struck.faults)}", flush=True)
+    assert set(os.listdir("/dev/shm")) <= memory
     print(
-        f"{run} on {site.name}: {dict(total)}, each run ended the same, nothing left; a fault cost "
+        f"{run}: {dict(total)}, each run ended the same, nothing left; a fault cost "
         f"{median(extra):.1f} s (median), {max(extra):.1f} at most, of runs of {runs.seconds:.1f} s",
         flush=True,
     )
 
 
-def sites(names: Sequence[str]) -> Iterator[Site]:
-    for name in names:
-        yield RaySite() if name == "ray" else Site()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=20, help="of each kind of run at each site")
+    parser.add_argument("--faults", type=int, default=20, help="of each kind of run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--on", default="processes,ray")
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--drive", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.drive:
-        run, folder, *address = options.drive
-        drive(run, Path(folder), *(address or [None]))
+        run, folder = options.drive
+        drive(run, Path(folder))
         return
-    for site in sites(options.on.split(",")):
-        for run in options.runs.split(","):
-            soak(run, site, options.faults, options.seed)
-        if isinstance(site, RaySite):
-            site.nodes.cluster.shutdown()
+    for run in options.runs.split(","):
+        soak(run, options.faults, options.seed)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ from tests.cluster.temporary_files import nothing_left, shared_memory, use_tempo
 pytest.importorskip("cloudpickle")
 
 RATES = [0.1, 0.03, 0.01]
-# Processes are restarted after each kill.
-LONG = pytest.mark.cluster
 
 
 class Net(nn.Module):
@@ -39,7 +37,8 @@ class Net(nn.Module):
         self.out = nn.Linear(hidden, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.drop(self.norm(self.fc(x)).relu()))
+        # By a number of the default dtype, which every process must have.
+        return self.out(self.drop(self.norm(self.fc(x)).relu())) * torch.tensor(1 / 3)
 
 
 def samples(count: int = 48) -> TensorDataset:
@@ -152,19 +151,11 @@ def with_slow(act: str, at: int, mark: Path, callback: Any = None, always: bool 
     return [mixed, replace(plain, loader=DataLoader(Slow(act, at, mark, always), batch_size=12, shuffle=True))]
 
 
-@pytest.mark.parametrize(
-    ("at", "saved", "asks"),
-    [pytest.param(5, True, False, marks=LONG), (100, True, True), pytest.param(100, False, True, marks=LONG)],
-)
-def test_who_is_killed_loses_an_interval_at_most(
-    at: int, saved: bool, asks: bool, tmp_path: Path, temporary: Path
-) -> None:
-    """A sample of the first minibatch, or of the ninth of twelve. Callbacks, loggers and logs have each result once."""
+def test_who_is_killed_loses_an_interval_at_most(tmp_path: Path, temporary: Path) -> None:
+    """In the ninth minibatch of twelve. Callbacks, loggers and logs have each result once."""
     before, heard, results = shared_memory(), list[Any](), list[Any]()
     expected = alone(tmp_path)
     torch.manual_seed(1)
-    options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 2} if saved else {}
-    options |= {"on_result": results.append} if asks else {}
     cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
     with hf.MemberLogger(csv=tmp_path / "log.csv") as logger:
 
@@ -174,16 +165,18 @@ def test_who_is_killed_loses_an_interval_at_most(
                 names = [f"{event.task} {member}" for member in event.members]
                 logger.log(names, event.epoch * 4 + event.step, loss=event.losses)
 
-        report = hf.train(with_slow("kill", at, tmp_path / "mark", log), cluster, **options)
+        failing = with_slow("kill", 100, tmp_path / "mark", log)
+        options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 2, "on_result": results.append}
+        report = hf.train(failing, cluster, **options)
     assert_same(report, expected)
     assert nothing_left(temporary, before)
     steps = [event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"]
     assert steps == list(range(12)), "what is trained again is heard once, and nothing is missing"
     keys = [[(type(e), e.task, e.epoch, getattr(e, "step", 0)) for e in events] for events in (heard, results)]
-    assert not asks or sorted(map(str, keys[0])) == sorted(map(str, keys[1]))
+    assert sorted(map(str, keys[0])) == sorted(map(str, keys[1]))
     again = {span.step for span in report.timeline.actions if span.task == "plain" and span.act is Act.FORWARD}
     # The ninth minibatch is read while the eighth is trained. By then the sixth has been saved.
-    assert min(again) >= (6 if saved and at == 100 else 0)
+    assert min(again) >= 6
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
     assert sorted((row["member"], int(row["step"])) for row in rows) == sorted(
         (f"{event.task} {member}", event.epoch * 4 + event.step)
@@ -194,40 +187,13 @@ def test_who_is_killed_loses_an_interval_at_most(
     for row in rows:
         name, member = row["member"].split()
         assert float(row["value"]) == float(expected[name].losses[int(row["step"]), int(member)])
-    if saved:
-        logged = read_events(tmp_path / "saves/logs/arrays/plain.log")
-        names = [event.event for event in logged]
-        # The first minibatch is read before the array starts.
-        assert names[0] == ("started" if at == 100 or names.count("started") == 2 else "lost")
-        assert (names[-1], names.count("lost")) == ("finished", 1)
-        assert names.count("resumed") == (at == 100)
-        progress = [(entry.event, entry.values["minibatch"]) for entry in logged if entry.event in ("trained", "saved")]
-        assert len(progress) == len(set(progress))
-        assert len({entry.values["process"] for entry in logged}) == 2
-
-
-class Counting:
-    """Stops the first member of the second task at its fifth result."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, result: hf.Step | hf.Evaluation) -> list[int]:
-        self.count += result.task == "plain"
-        return [0] if result.task == "plain" and self.count == 5 else []
-
-
-@LONG
-def test_a_task_whose_process_is_killed_repeatedly_is_given_up(tmp_path: Path, temporary: Path) -> None:
-    before = shared_memory()
-    expected = alone(tmp_path)
-    torch.manual_seed(1)
-    failing = with_slow("kill", 20, tmp_path / "mark", always=True)
-    with pytest.raises(hf.TrainError, match=r"task 'plain' failed: DeviceLost: its device was lost 2 times") as caught:
-        hf.train(failing, hf.Cluster(machine(tmp_path, 2), max_failures=1))
-    assert list(caught.value.report) == ["mixed"]
-    assert torch.equal(caught.value.report["mixed"].losses, expected["mixed"].losses)
-    assert nothing_left(temporary, before)
+    logged = read_events(tmp_path / "saves/logs/arrays/plain.log")
+    names = [event.event for event in logged]
+    assert (names[0], names[-1]) == ("started", "finished")
+    assert (names.count("lost"), names.count("resumed")) == (1, 1)
+    progress = [(entry.event, entry.values["minibatch"]) for entry in logged if entry.event in ("trained", "saved")]
+    assert len(progress) == len(set(progress))
+    assert len({entry.values["process"] for entry in logged}) == 2
 
 
 def test_a_task_that_fails_leaves_the_others_running(tmp_path: Path, temporary: Path) -> None:
@@ -297,3 +263,8 @@ def test_a_cluster_refuses_wrong_arguments(tmp_path: Path) -> None:
             hf.Cluster(where, **options)
     with pytest.raises(hf.PlanError, match=r"plan is for one process on an hf\.Machine"):
         hf.train(tasks(), hf.Cluster(single_machine), plan=hf.plan(tasks(), single_machine))
+
+
+# A driver that is killed: its processes end, and the next run removes its temporary files.
+
+pytest.importorskip("cloudpickle")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -10,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned, run_folder, temporary_folder
 from hfusion.core.event_log import EventLog, first_line, read_events
-from hfusion.tasks.array_log import TaskBars
 
 
 def test_only_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
@@ -126,26 +123,3 @@ def test_a_run_goes_on_where_no_line_can_be_written(tmp_path: Path) -> None:
     with EventLog(None, "train") as log:
         log.array("a", "started", {})
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({}, False), ({"force_terminal": True}, True), ({"force_terminal": True, "_environ": {"TERM": "dumb"}}, False)],
-    ids=["file", "terminal", "dumb"],
-)
-def test_only_terminals_are_drawn_over(options: dict[str, object], expected: bool) -> None:
-    file = io.StringIO()
-    with TaskBars([("one", 20)], [0], Console(file=file, **options)) as bars:  # type: ignore[arg-type]
-        for _ in range(20):
-            bars.advance(0)
-    assert ("\x1b[" in file.getvalue()) is expected
-    assert file.getvalue().count("minibatches of one") == (0 if expected else 10)
-
-
-@pytest.mark.parametrize(("total", "begun", "lines"), [(1000, 0, 10), (3, 0, 3), (1000, 550, 5), (10, 10, 0)])
-def test_there_is_a_line_for_every_tenth(total: int, begun: int, lines: int) -> None:
-    file = io.StringIO()
-    with TaskBars([("one", total)], [begun], Console(file=file)) as bars:
-        for _ in range(begun, total):
-            bars.advance(0)
-    assert file.getvalue().count("\n") == lines

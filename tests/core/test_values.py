@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import ast
 import copy
-import math
+import io
 import pickle
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.fingerprint import read_state
-from hfusion.core.guards import Assumptions, Guards, fixed, open_dims
-from hfusion.core.layout import shared_to_stacked
+from hfusion.core.guards import Assumptions, Guards
 from hfusion.core.member_random import MemberSeeds
 from hfusion.core.ragged import Ragged
+from tests.alone import normal
 from tests.forwards.outside import READS
+from tests.forwards.table import Sevenfold
 
 
 # The fingerprint of the state that a function reads changes with each value that it reads.
@@ -67,42 +69,6 @@ def test_sizes(shapes: list[tuple[int, ...]], holds: bool) -> None:
     assert Assumptions(*ast.literal_eval(repr((assumed.sizes, assumed.code)))) == assumed
 
 
-def symbolic(*sizes: int) -> Tensor:
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    context: object = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(sizes))
-    return mode.from_tensor(torch.ones(sizes), symbolic_context=context, source=ConstantSource("x"))  # type: ignore[arg-type]
-
-
-def test_a_question_to_symbols_is_noted_there() -> None:
-    inner, outer = symbolic(4, 6), symbolic(4, 6)
-    assert inner.shape[0] < inner.shape[1]
-    assert Guards((inner,)).hold([tuple(outer.shape)])
-    assert Guards((outer,)).hold([(5, 7)])
-    assert not Guards((outer,)).hold([(7, 5)])
-
-
-def test_a_size_that_a_trace_has_fixed_is_not_open() -> None:
-    x = symbolic(4, 6)
-    assert open_dims(x) == {0, 1}
-    assert int(x.shape[1]) == 6
-    assert open_dims(x) == {0}
-    assert fixed(x.shape[1]) == 6
-    assert not Guards((x,)).hold([(4, 7)])
-    assert Guards((x, 3)).hold([(9, 6), ()])
-
-
-# A value that all members share becomes one value for each of them.
-@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
-def test_half_precision_complex_numbers_get_the_sum_of_gradients() -> None:
-    x = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64, requires_grad=True)
-    stack = shared_to_stacked(x.to(torch.complex32), 3)
-    assert torch.equal(stack.to(torch.complex64), x.detach().expand(3, 2))
-    grad = torch.tensor([[1, 1j], [2, 2j], [3, 3j]], dtype=torch.complex64)
-    stack.backward(grad.to(torch.complex32))
-    assert x.grad is not None
-    assert torch.equal(x.grad, grad.sum(0))
-
-
 # Tensors of different sizes, one per member, and what may be done with them.
 def ragged(*sizes: int) -> Ragged:
     return Ragged([torch.arange(size * 2.0).view(size, 2) for size in sizes])
@@ -131,13 +97,6 @@ def test_copies_hold_the_same(copied: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(y, again, strict=True))
 
 
-def test_attributes_of_tensors_are_refused_by_name() -> None:
-    with pytest.raises(AttributeError, match=r"no \.mean.*per_model"):
-        ragged(3, 1).mean()
-    assert not hasattr(ragged(3, 1), "shape")
-    assert not hasattr(ragged(3, 1), "unknown")
-
-
 def test_stacked_gives_it_for_batches_of_different_sizes() -> None:
     xs = [torch.zeros(3, 2), torch.zeros(5, 2)]
     assert isinstance(hf.stacked(xs), Ragged)
@@ -158,26 +117,6 @@ def seeds(members: int) -> torch.Tensor:
     return torch.empty(members, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0))
 
 
-def hashed(x: int) -> int:
-    """As its source has it."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
-
-
-def test_the_numbers_are_hashes() -> None:
-    seed = (0x1234567 << 32) + 0x89ABCDEF
-    low = hashed((0x89ABCDEF + 0x9E3779B9) & 0xFFFFFFFF)
-    high = hashed(0x1234567 ^ low)
-    single = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float32)
-    wide = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float64)
-    for index in range(6):
-        number = hashed((index + low) & 0xFFFFFFFF)
-        first, second = hashed(number ^ high), hashed(number ^ hashed(high ^ 0x9E3779B9))
-        assert single.flatten()[index].item() == (first >> 8) * 2.0**-24
-        assert wide.flatten()[index].item() == (first >> 5) * 2.0**-27 + (second >> 6) * 2.0**-53
-
-
 @DTYPES
 def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
     whole, row = MemberSeeds(seeds(5)), MemberSeeds(seeds(5)[3:4])
@@ -189,10 +128,74 @@ def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
     assert len(whole.uniform((5, 99), dtype)[:, 0].unique()) == 5
 
 
-@DTYPES
-def test_normal(dtype: torch.dtype) -> None:
-    values = MemberSeeds(seeds(4)).normal((4, 1 << 14), dtype).double()
-    assert torch.isfinite(values).all()
-    assert values.mean().item() == pytest.approx(0, abs=5 / math.sqrt(values.numel()))
-    assert values.var().item() == pytest.approx(1, abs=0.05)
-    assert (values**4).mean().item() == pytest.approx(3, abs=0.2)
+# Arrays in several threads: each trains as alone, and what else the process does goes on meanwhile.
+
+
+class Branch(nn.Linear):
+    """No graph can hold it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum() > 0 else 3)
+
+
+def train(rounds: int) -> None:
+    for _ in range(rounds):
+        models = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double() for _ in range(2)]
+        alone, fused = copy.deepcopy(models), hf.fuse(models)
+        step = hf.train_step(
+            fused, lambda out, y: F.mse_loss(out, y), hf.optim.SGD(fused.parameters(), 0.1), compile=False
+        )
+        x, y = normal(5, 4), normal(5, 1)
+        for _ in range(2):
+            losses = step(x, y)
+            for loss, model in zip(losses, alone, strict=True):
+                expected = F.mse_loss(model(x), y)
+                torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-11)
+                grads = torch.autograd.grad(expected, list(model.parameters()))
+                for parameter, grad in zip(model.parameters(), grads, strict=True):
+                    parameter.data -= 0.1 * grad
+        hf.fuse([Branch(4, 1).double(), Branch(4, 1).double()])(x)
+
+
+def chatter(counts: dict[str, int]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    print(".", end="")
+    Sevenfold.apply(x).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == 7).all()
+    nn.Linear(2, 2)(x.detach())
+    counts["rounds"] += 1
+
+
+def repeated(run: Callable[[], None], stop: threading.Event, errors: list[BaseException]) -> None:
+    try:
+        while not stop.wait(0.005):
+            run()
+    except BaseException as error:
+        errors.append(error)
+
+
+def test_threads_that_capture_and_one_that_talks(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = []
+    stop, counts, out = threading.Event(), {"rounds": 0}, io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    before = torch.autograd.Function.__dict__["apply"], nn.Module.__call__, sys.stdout, sys.stderr
+
+    def guarded() -> None:
+        try:
+            train(2)
+        except BaseException as error:
+            errors.append(error)
+
+    threads: list[Any] = [threading.Thread(target=guarded) for _ in range(2)]
+    talker = threading.Thread(target=repeated, args=(lambda: chatter(counts), stop, errors))
+    for thread in (talker, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    talker.join()
+    if errors:
+        raise errors[0]
+    assert (torch.autograd.Function.__dict__["apply"], nn.Module.__call__, sys.stdout, sys.stderr) == before
+    assert counts["rounds"] == out.getvalue().count(".") > 0

@@ -24,16 +24,9 @@ def special_values():
 
 CONDITIONS = {
     "v != v": lambda x: (v := total(x)) != v,
-    "v - v": lambda x: total(x) - total(x) != 0,
-    "v * 0": lambda x: total(x) * 0 != 0,
-    "v % 1": lambda x: total(x) % 1 > 0.5,
     "text of a number": lambda x: str(total(x))[0] == "-",
-    "format of a number": lambda x: f"{total(x)}"[0] == "-",
     "key of a dict": lambda x: {0.0: True}.get(total(x) * 0, False),
-    "kind of a number": lambda x: isinstance(total(x), float) and total(x) != total(x),
-    "list of lists": lambda x: (v := x.tolist())[0][0] != v[0][0],
     "integer": lambda x: int(x.nan_to_num().sum().item() * 10) % 2,
-    "text of a tensor": lambda x: repr(x.sum())[7] == "-",
     "format of a tensor": lambda x: f"{x.sum()}"[0] == "-",
     "truth": lambda x: x.isnan().any().item() is True,
 }
@@ -94,10 +87,7 @@ def checks(self, x):
 
 REFUSED = {
     "_version": lambda self, x: self.fc.weight._version,
-    "_is_view": lambda self, x: x.t()._is_view(),
-    "_base": lambda self, x: x._base is None,
     "grad": lambda self, x: self.fc.bias.grad is None,
-    "is_inference": lambda self, x: x.is_inference(),
     "is_leaf": lambda self, x: x.is_leaf,
     "grad_fn": lambda self, x: getattr(x, "grad_fn") is None,  # noqa: B009
 }

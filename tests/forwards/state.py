@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
 
 import torch
 from torch import nn
 
 import hfusion as hf
 from tests.alone import call, normal
-from tests.forwards.numbers import Options, Row, Scaling, Slotted, with_scale
-from tests.forwards.table import FAR, MEMBERS, Table, branch, buffer, linear, parameter
+from tests.forwards.numbers import Scaling, Slotted, with_scale
+from tests.forwards.table import MEMBERS, Table, branch, buffer, linear, parameter
 
 
 def sequences():
@@ -49,23 +48,8 @@ def table_per_size(self, x):
 
 
 row("cache: table that grows", table_that_grows, state=None)
-row("cache: table given with the model", table_that_grows, state=lambda: rows_of(6))
 row("cache: table per size", table_per_size, state=dict)
-row("cache: table per size in a dict of its class", table_per_size, state=type("Tables", (dict,), {}))
 row("cache: table in a loop", lambda self, x: branch(table_that_grows(self, x)), state=None, loops=None)
-
-
-@row("cache: table in a slot", state=type("Slotted", (), {"__slots__": ("table",)}))
-def table_in_a_slot(self, x):
-    if len(getattr(self.state, "table", ())) < x.shape[1]:
-        self.state.table = rows_of(x.shape[1])
-    return self.fc(x) * self.state.table[: x.shape[1]]
-
-
-@row("cache: flag", state=False)
-def flag(self, x):
-    self.state = True
-    return self.fc(x)
 
 
 @row("cache: set", state=set)
@@ -132,15 +116,6 @@ def last_output(self, x):
 left("distribution", lambda self, x: self.state.put(self.fc(x)).value.log_prob(x), Holder)
 
 
-@functools.partial(left, "beside a mask")
-def beside_a_mask(self, x):
-    if getattr(self, "mask", None) is None or len(self.mask) != len(x):
-        self.mask = torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None, None]
-    y = self.fc(x) * self.mask
-    self.state = y.square().mean()
-    return y
-
-
 # State that later calls read.
 def kept(name, state=None, **fields):
     def add(forward):
@@ -156,23 +131,10 @@ def longest(self, x):
     return self.fc(x) * self.state
 
 
-@kept("shortest so far", 10**6)
-def shortest(self, x):
-    self.state = min(self.state, len(x))
-    return self.fc(x) * self.state
-
-
 @kept("value of a parameter")
 def old_weight(self, x):
     if self.state is None:
         self.state = self.fc.weight.detach().norm()
-    return self.fc(x) / self.state
-
-
-@kept("graph of a parameter", grads=False)
-def old_graph(self, x):
-    if self.state is None:
-        self.state = self.fc.weight.norm()
     return self.fc(x) / self.state
 
 
@@ -191,33 +153,11 @@ def rarely(self, x):
     return y
 
 
-@kept("last number that is read")
-def rarely_a_number(self, x):
-    h = self.fc(x)
-    y = h * 2 if self.state is not None and self.state["last"] > 100 else h
-    self.state = {"last": x.abs().max().item()}
-    return y
-
-
 @kept("shape of the last input")
 def last_shape(self, x):
     factor = 2 if self.state is not None and len(self.state) != len(x) else 1
     self.state = x * 3
     return self.fc(x) * factor
-
-
-@kept("mask of the first call")
-def stale_mask(self, x):
-    if self.state is None:
-        self.state = torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None, None]
-    return self.fc(x) * self.state[: len(x)]
-
-
-@kept("first batch")
-def first_batch(self, x):
-    if self.state is None:
-        self.state = x.mean()
-    return self.fc(x) - self.state
 
 
 @kept("counter that nothing reads")
@@ -249,19 +189,9 @@ def registered(self, x):
     return self.fc(x) * self.table
 
 
-def grow(held, x):
-    held.scale += 1
-    return x * held.scale
-
-
 def appended(held, x):
     held.append(1.0)
     return x * sum(held)
-
-
-def added(held, x):
-    held.add(len(held))
-    return x * len(held)
 
 
 def called(held, x):
@@ -276,41 +206,21 @@ def grown_default():
     return types.FunctionType(function.__code__, globals(), None, ([],))
 
 
-def grown_attribute():
-    def function(x):
-        function.scale += 1
-        return x * function.scale
-
-    return with_scale(function, 0.0)
-
-
 GROWN = {
-    "attribute of a list": (lambda: with_scale(Row([1]), 0.0), grow),
-    "attribute of a dict": (lambda: with_scale(Options(a=1), 0.0), grow),
-    "slot": (lambda: with_scale(Slotted(), 0.0), grow),
-    "set": (set, added),
-    "deque": (lambda: deque(maxlen=3), appended),
-    "list in a tuple": (lambda: ([],), lambda held, x: appended(held[0], x)),
+    "slot": (lambda: with_scale(Slotted(), [1.0]), lambda held, x: appended(held.scale, x)),
     "object in a set": (lambda: {Scaling(0.0)}, lambda held, x: next(iter(held)).grown(x)),
-    "bound method": (lambda: Scaling(0.0).grown, called),
     "list of a partial": (lambda: functools.partial(appended, []), called),
-    "keyword of a partial": (lambda: functools.partial(appended, held=[]), lambda held, x: held(x=x)),
-    "attribute of a function": (grown_attribute, called),
     "default of a function": (grown_default, called),
     "iterator": (lambda: iter(range(9)), lambda held, x: x * next(held)),
     "own random": (lambda: __import__("random").Random(0), lambda held, x: x * held.random()),
-    "own numpy random": (lambda: __import__("numpy").random.default_rng(0), lambda held, x: x * held.random()),
 }
 for name, (make, use) in GROWN.items():
     forward = lambda self, x, use=use: use(self.state, self.fc(x))  # noqa: E731
-    shared = name in ("attribute of a function", "default of a function")
-    says: dict[str, str] = (
-        {"refused": "which copies of a model share"} if shared else {"says": "changes Python state in state"}
-    )
+    shared = name == "default of a function"
+    says = {"refused": "which copies of a model share"} if shared else {"says": "changes Python state in state"}
     row(f"state: {name}", forward, state=make, loops=None, **says)
 
 # State that crosses the border of a part that runs member by member: the whole forward does then.
-CONFIG, KEPT = types.SimpleNamespace(limit=FAR), {}
 LAST = None
 
 
@@ -327,7 +237,7 @@ class Cell(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc, self.memory, self.state, self.past, self.table = nn.Linear(4, 4), Memory(), None, [], None
-        self.scale, self.count, self.mean, self.large = 1.0, 0, 0.0, False
+        self.count, self.large = 0, False
 
     def forward(self, x):
         h = self.fc(branch(x))
@@ -347,18 +257,10 @@ class Cell(nn.Module):
         self.count += 1
         return self.fc(branch(x)) * self.count
 
-    def scaled(self, x):
-        return self.fc(branch(x)) * self.scale
-
     def told(self, x):
         h = self.fc(branch(x))
-        self.state, self.mean, self.large = h.square().mean(), float(h.detach().mean()), bool(h.detach().mean() > 0)
+        self.state, self.large = h.square().mean(), bool(h.detach().mean() > 0)
         return h
-
-    def flagged(self, x):
-        if x.sum() > 0:
-            self.large = True
-        return self.fc(x) * 2 if self.large else -self.fc(x)
 
     def rare(self, x):
         self.state = x.detach().mean() if x.sum() > 0 else None
@@ -369,11 +271,6 @@ class Cell(nn.Module):
         Cell.of_all = h.detach() if Cell.of_all is None else h.detach() + Cell.of_all
         return h + Cell.of_all
 
-    def of_a_dict(self, x):
-        h, total = self.fc(branch(x)), KEPT.get("h")
-        KEPT["h"] = h if total is None else h + total
-        return h if total is None else h * total
-
     def of_the_file(self, x):
         global LAST
         LAST = self.fc(branch(x)) if LAST is None else self.fc(branch(x)) + LAST
@@ -383,16 +280,6 @@ class Cell(nn.Module):
         if self.table is None or len(self.table) != len(x):
             self.table = torch.arange(len(x), dtype=x.dtype).cos()[:, None]
         return self.fc(branch(x)) * self.table
-
-    def started(self, x, step):
-        if step == 0:
-            self.state = None
-        return self(x)
-
-    def configured(self, x):
-        if CONFIG.limit is None:
-            CONFIG.limit = FAR
-        return self.fc(x if x.sum() < CONFIG.limit else -x)
 
 
 def batches():
@@ -417,30 +304,8 @@ def cleared_first(self, x):
 
 
 @crossing()
-def cleared_between(self, x):
-    y = self.out(x)
-    for _ in range(2):
-        self.c.state = None
-        y = self.c(self.c(y))
-    self.c.state = None
-    return y
-
-
-@crossing(training=(True, False))
-def begun_with_a_tensor(self, x):
-    self.c.state = self.out(x).tanh()
-    return self.c(self.c(x))
-
-
-@crossing()
 def cleared_list(self, x):
     self.c.past.clear()
-    return self.out(self.c.listed(x) + self.c.listed(-x))
-
-
-@crossing()
-def new_list(self, x):
-    self.c.past = []
     return self.out(self.c.listed(x) + self.c.listed(-x))
 
 
@@ -458,37 +323,14 @@ def count_from_zero(self, x):
 
 
 @crossing()
-def other_scale(self, x):
-    self.c.scale = 3.0
-    return self.out(self.c.scaled(x))
-
-
-@crossing()
 def read_afterwards(self, x):
     return self.out(self.c.told(x)), self.c.state * 1
-
-
-@crossing()
-def given_back(self, x):
-    return self.out(self.c.told(x)), self.c.state
-
-
-@crossing()
-def read_number(self, x):
-    return self.c.told(self.out(x)) * self.c.mean
 
 
 @crossing()
 def read_flag(self, x):
     y = self.c.told(self.out(x))
     return y * 2 if self.c.large else -y
-
-
-@crossing(None)
-def cleared_flag(self, x):
-    # Only some batches set the flag.
-    self.c.large = False
-    return self.c.flagged(self.out(x))
 
 
 @crossing()
@@ -504,12 +346,6 @@ def class_variable(self, x):
 
 
 @crossing()
-def dict_of_the_file(self, x):
-    KEPT.clear()
-    return self.out(self.c.of_a_dict(self.out(self.c.of_a_dict(x))))
-
-
-@crossing()
 def global_variable(self, x):
     global LAST
     LAST = None
@@ -517,18 +353,6 @@ def global_variable(self, x):
 
 
 crossing(None, training=(True,))(lambda self, x: self.out(self.c.tabled(x)))
-
-
-@crossing(training=(True,))
-def steps(self, x):
-    return self.out(self.c.started(x, 0) + self.c.started(-x, 1))
-
-
-@crossing(None, training=(True,))
-def configured(self, x):
-    if CONFIG.limit is None:
-        CONFIG.limit = FAR
-    return self.out(self.c.configured(x))
 
 
 # State that only rare values change: only the first member meets them, in the third call.
@@ -548,18 +372,8 @@ def note_in_dict(state):
     state["hot"] = True
 
 
-def note_in_list(state):
-    state.append(1)
-
-
-def note_in_object(state):
-    state.hot = True
-
-
 KINDS = {
     "dict": (lambda: {"hot": False}, note_in_dict),
-    "list": (list, note_in_list),
-    "object": (lambda: types.SimpleNamespace(hot=False), note_in_object),
     "attribute": (lambda: None, lambda state: None),
 }
 
@@ -574,11 +388,7 @@ class Reader(nn.Module):
         self.detector, self.fc = Detector(self.state, note), nn.Linear(4, 4).double()
 
     def is_hot(self):
-        if self.kind == "attribute":
-            return self.detector.hot
-        if self.kind == "object":
-            return self.state.hot
-        return bool(self.state["hot"] if self.kind == "dict" else self.state)
+        return self.detector.hot if self.kind == "attribute" else self.state["hot"]
 
     def forward(self, x):
         x = self.detector(x) if self.first else x

@@ -74,9 +74,8 @@ class Base(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.nest = nn.ModuleDict({"a": nn.ModuleDict({"b": Block()})})
         self.norm, self.head, self.act = nn.BatchNorm1d(4), nn.Linear(4, 2), square()
-        self.again, self.failing = self.act, module(failing)()
+        self.failing = module(failing)()
         self.telling = module(lambda self, x: Sized(Sevenfold.apply(x), x.shape[1]))()
         # A number that an array cannot keep per member, so that only the module around it can run in a loop.
         self.weighed = module(weighed, inner=module(lambda self, x: (Sevenfold.apply(x), 0.5)))()
@@ -113,13 +112,6 @@ def listed(self, x):
     return self.head(self.norm(x))
 
 
-@smallest("forward called directly", "blocks.0.act, blocks.1.act")
-def directly(self, x):
-    for block in self.blocks:
-        x = block.forward(x)
-    return self.head(x)
-
-
 @smallest("other methods", "blocks.0.encode(), blocks.1.act")
 def by_methods(self, x):
     return self.head(self.blocks[0].encode(self.norm(x), shift=x) + self.blocks[1].through(x))
@@ -143,10 +135,8 @@ def caught(self, x):
     return self.head(self.act(h))
 
 
-smallest("ModuleDict", "nest.a.b.act", lambda self, x: self.head(self.nest["a"]["b"](x)))
 smallest("a method of the model", "scaled()", lambda self, x: self.head(self.norm(self.scaled(self.norm(x)))))
 smallest("a named tuple", "telling", lambda self, x: self.head((t := self.telling(x)).value) * t.size)
-smallest("two paths", "act", lambda self, x: self.head(self.act(x) + self.again(x * 2)))
 smallest("random numbers", "act, noisy", lambda self, x: self.head(self.noisy(self.act(x))))
 smallest("beside what cannot", "act, weighed", lambda self, x: self.head(self.weighed(self.act(x))))
 smallest("modules as arguments", "forward", lambda self, x: self.head(self.applied(self.blocks, x)))
@@ -178,7 +168,7 @@ def averaging(self, x):
 counter = module(averaging, n=buffer(), w=parameter())
 
 
-def flagging(loops, flag):
+def flagging(loops):
     """A module that makes a buffer require a gradient, which then gets one that nothing reads."""
 
     def forward(self, x):
@@ -187,19 +177,7 @@ def flagging(loops, flag):
         y = (x * self.w).pow(2) + self.n
         return Sevenfold.apply(y) if loops else y
 
-    make = module(forward, w=parameter())
-
-    def flagged():
-        made = make()
-        made.n = nn.Buffer(torch.zeros(4, dtype=torch.float64, requires_grad=flag))
-        return made
-
-    return flagged
-
-
-def silent(self, x):
-    if x.sum() < FAR:
-        self.n += x.detach().mean(0)
+    return module(forward, w=parameter(), n=buffer())
 
 
 def assigning(self, x):
@@ -211,11 +189,6 @@ def assigning(self, x):
 def doing(action):
     """A module that does with its input what only a loop can do."""
     return module(lambda self, x: action(x) if x.sum() < FAR else x * 1)
-
-
-def doubled_past_autograd(x):
-    x.data.mul_(2)
-    return x * 3
 
 
 def twice(x):
@@ -273,12 +246,6 @@ def one_of_two_changed(self, x):
     return a + b
 
 
-def buffer_changed(self, x):
-    y = self.inner(self.fc(x))
-    self.inner.n.add_(1)
-    return self.fc(x) * y
-
-
 def changed(self, x):
     return self.inner(self.fc(x)).add_(1) * 2
 
@@ -288,15 +255,9 @@ def kept(name, inner, forward, loops="inner", **fields):
 
 
 for loops in (True, False):
-    for flag in (True, False):
-        text = f"buffer with a gradient{' from the start' * flag}{', captured' * (not loops)}"
-        kept(text, flagging(loops, flag), plain, "inner" if loops else "")
+    kept(f"buffer with a gradient{', captured' * (not loops)}", flagging(loops), plain, "inner" if loops else "")
 kept("unused", counter, warm_up)
-kept("unused, of nothing", module(silent, n=buffer()), warm_up_without_gradients)
-kept("unused but for its shape", counter, lambda self, x: self.fc(x) * self.inner(self.fc(x)).shape[0])
-kept("unused average", lambda: nn.BatchNorm1d(4, momentum=None), warm_up)
 kept("unused statistics", lambda: nn.BatchNorm1d(4), warm_up_without_gradients, "")
-kept("unused power iteration", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), warm_up, "")
 kept("buffer between", counter, buffer_between)
 kept("buffer assigned after its use", module(assigning, n=buffer(), w=parameter()), plain)
 kept(
@@ -304,17 +265,13 @@ kept(
     module(lambda self, count: Sevenfold.apply(self.rows[:count]), rows=parameter(5, 4)),
     lambda self, x: self.fc(x) + self.inner(2)[:1],
 )
-kept("shared input", doing(lambda x: Sevenfold.apply(x)), lambda self, x: self.fc(self.inner(x)))
 kept("input given back", doing(lambda x: x), changed, "forward")
 kept("input given back and used", doing(lambda x: x), changed_beside, "forward")
 kept("view given back and input changed", doing(lambda x: x[:2]), input_changed, "forward")
 kept("one tensor twice", doing(twice), one_of_two_changed, "forward")
-kept("buffer given back", module(lambda self, x: self.n if x.sum() < FAR else x, n=buffer()), buffer_changed, "forward")
 kept("sometimes the input", doing(lambda x: x if x.sum() > 0 else x * 2), changed, None)
 kept("write into the input", doing(lambda x: x.mul_(2)), plain)
 kept("write into an input that is used", doing(lambda x: x.mul_(2) * 3), residual, "forward")
-kept("write past autograd", doing(doubled_past_autograd), plain)
-kept("write past autograd that is used", doing(doubled_past_autograd), residual, "forward")
 
 
 def reads_a_flag(self, x):
@@ -326,7 +283,7 @@ for loops in (True, False):
     row(
         f"flag of a buffer that the next call reads{', in a loop' * loops}",
         reads_a_flag,
-        inner=flagging(loops, False),
+        inner=flagging(loops),
         loops=None,
         says=r"changes Python state in inner\.n\.requires_grad",
     )
@@ -366,9 +323,7 @@ def if_negative(write):
 
 LATER = {
     "past autograd": lambda x: x.data.mul_(2),
-    "through numpy": lambda x: x.detach().numpy().__setitem__(0, 7.0),
     "through out": lambda x: torch.add(x, 1, out=x),
-    "through a view": lambda x: x.view(-1)[:2].zero_(),
 }
 for name, write in LATER.items():
     later(
@@ -444,8 +399,6 @@ def extending(self, x):
 layer = {"fc": linear, "act": square}
 ARGUMENTS = {
     "object": (two_layers(Cache), module(grown, **layer), "first.act, last.act"),
-    "list": (two_layers(list), module(grown, **layer), "first.act, last.act"),
-    "object in a loop": (two_layers(Cache), module(lambda s, x, cache: grown(s, branch(x), cache), **layer), "forward"),
     "list in a loop": (two_layers(list), module(lambda s, x, cache: grown(s, branch(x), cache), **layer), "forward"),
     "number in a dict": (two_layers(dict), module(noted, fc=linear), "forward"),
     "results": (extending, module(lambda self, x: [self.fc(branch(x))], fc=linear), "first"),
@@ -480,12 +433,6 @@ def _keywords(factor):
     return module(forward, fc=linear, inside=inside)()
 
 
-row(
-    "None before an argument",
-    lambda self, x: self.inner(x, None, x * 2),
-    inner=module(lambda self, x, mask, y: self.fc(branch(x)) - y if mask is None and y is not None else x, fc=linear),
-    loops="inner",
-)
 row("number beside a tensor", lambda self, x: (Sevenfold.apply(x), float(x.sum())), loops="forward",
     calls=lambda: [torch.full((2, 2), float(scale)) for scale in (1, 2, 3)])  # fmt: skip
 row(
@@ -507,11 +454,6 @@ class Language(nn.Linear):
 
 
 row("cache among the results", make=lambda: Language(4, 2).double(), refused="call the array with use_cache=False")
-row(
-    "no cache among the results",
-    make=lambda: Language(4, 2).double(),
-    calls=lambda: [call(normal(3, 4), use_cache=False)],
-)
 
 
 # Methods that run as members' own code are found without running any other code of the class.
@@ -534,26 +476,13 @@ def _raise(*_):
     raise RuntimeError("the code of a property ran")
 
 
-Mixin = type("Mixin", (), {"points": property(_raise)})
 KINDS = {
-    "property": {"points": property(_raise)},
     "property that fails": {"points": property(lambda self: self.no_such_attribute)},
-    "None": {"points": None},
     "static method": {"scaled": staticmethod(lambda x: x * 2)},
     "class method": {"scaled": classmethod(lambda cls, x: x * 3)},
 }
 for name, space in KINDS.items():
     row(f"methods: {name}", make=type("Kind", (Searched,), space), loops="forward")
-
-
-class Cached(Searched):
-    @functools.cached_property
-    def points(self):
-        _raise()
-
-
-row("methods: cached property", make=Cached, loops="forward")
-row("methods: mixin", make=type("Mixed", (Mixin, Searched), {}), loops="forward")
 
 
 class OfAProperty(Searched):
@@ -566,20 +495,11 @@ class OfAProperty(Searched):
 
 
 row("forward is a property", make=OfAProperty, refused="forward of OfAProperty is no plain method")
-row(
-    "forward of a part is a property",
-    lambda self, x: self.fc(self.inner(x)),
-    inner=OfAProperty,
-    loops="inner.computed()",
-)
 
 # Memory that code addresses: each member has a storage of its own, as alone, and all of forward is its own code.
 ADDRESSED = {
-    "as_strided": lambda self, x: x.as_strided((2, 3), (1, 2), 1) * self.w[:3],
     "keyword": lambda self, x: torch.as_strided(x, (2, 3), (1, 2), storage_offset=1),
-    "scatter": lambda self, x: torch.as_strided_scatter(x, self.w[:4].view(2, 2), (2, 2), (1, 2), 3),
     "own tensors": lambda self, x: x[:, :3] * self.w.as_strided((3,), (2,), 1) + self.n.as_strided((3,), (1,), 2),
-    "set_": lambda self, x: x[:, :3] * torch.empty(0, dtype=x.dtype).set_(x.detach().untyped_storage(), 1, (3,), (1,)),
     "offset": lambda self, x: x + x.storage_offset(),
 }
 

@@ -39,7 +39,6 @@ def own(self):
 
 
 HELD = {
-    "optimizer": (optimizer, own),
     "optimizer that is read": (optimizer, lambda self: self.held.optimizer.param_groups[0]["params"][0]),
     "nested": (lambda self: {"a": [self.n, {"g": self.g}]}, lambda self: self.held["a"][1]["g"] + self.held["a"][0]),
     "namedtuple": (lambda self: Gains(self.g, 2), lambda self: self.held.gain**self.held.power),
@@ -47,10 +46,7 @@ HELD = {
     "set that is not read": (lambda self: {self.g}, own),
     "set": (lambda self: {self.g}, lambda self: next(iter(self.held))),
     "partial": (lambda self: functools.partial(torch.add, self.g), lambda self: self.held(1)),
-    "object": (in_object(Holder), lambda self: self.held.gain),
     "slots": (in_object(Slotted), lambda self: self.held.gain),
-    "attribute": (own, lambda self: self.held),
-    "buffer": (lambda self: [self.n], lambda self: self.held[0]),
     # As torchvision's feature extractors, which keep graphs for both modes.
     "graph": (lambda self: fx.Tracer().trace(nn.Sequential(self.fc)), own),
     # As torchrl's actors, which hold a part of their modules in a second container.
@@ -85,7 +81,6 @@ def over(tensor):
 FUNCTIONS = {
     "default": lambda self: lambda x, gain=self.g: x * gain,
     "closure": lambda self: over(self.g),
-    "closure over a buffer": lambda self: over(self.n),
 }
 for name, make in FUNCTIONS.items():
     holding = lambda make=make: Holding(make, lambda self: self.held(1.0))  # noqa: E731
@@ -128,12 +123,10 @@ def block(run=reentrant):
 
 NESTED = {
     "a part": lambda self, x: self.fc(self.first(self.fc(x)).relu()),
-    "two parts": lambda self, x: self.fc(self.second(self.fc(self.first(self.fc(x)).relu())).relu()),
     "a part in another": lambda self, x: self.fc(
         reentrant(lambda h: reentrant(self.first, self.second(h)), self.fc(x))
     ),
     "the whole": lambda self, x: self.fc(reentrant(self.first, self.fc(x))),
-    "a part that is shared": lambda self, x: self.fc(self.first(self.first(self.first.fc(self.fc(x))))),
 }
 for name, forward in NESTED.items():
     warning = "None of the inputs have requires_grad"

@@ -37,25 +37,16 @@ VIEWS = {
     "steps": lambda v: v[..., ::2],
     "transposed": lambda v: v.transpose(0, -1),
     "flat": lambda v: v.flatten(),
-    "chunk": lambda v: v.chunk(2)[1],
     "unbind": lambda v: v.unbind(0)[0],
     "third of uneven parts": lambda v: v.split([1, 2, 1])[2],
-    "dims in a cycle": lambda v: v.view(2, 2, 2, 2).permute(1, 2, 0, 3),
     "dropout of nothing": lambda v: F.dropout(v, 0.0, training=True),
-    "dropout in evaluation": lambda v: F.dropout(v, 0.5, training=False),
-    "alpha dropout": lambda v: F.alpha_dropout(v, 0.5, training=False),
-    "channels": lambda v: F.dropout1d(v[None], 0.5, training=False)[0],
     "feature alpha dropout": lambda v: F.feature_alpha_dropout(v, 0.0, training=True),
 }
 # Where the whole is written, no operation gives the view anew.
 LOOPED_VIEWS = {
     "einsum": lambda v: torch.einsum("ij->ji", v),
     "hsplit": lambda v: torch.hsplit(v, 2)[1],
-    "vsplit": lambda v: torch.vsplit(v, 2)[0],
-    "meshgrid": lambda v: torch.meshgrid(v[0], indexing="ij")[0],
     "three dims": lambda v: torch.atleast_3d(v)[..., 0],
-    "product of one": lambda v: torch.cartesian_prod(v[0]),
-    "unsafe chunk": lambda v: v.unsafe_chunk(2, 1)[0],
 }
 
 
@@ -78,16 +69,11 @@ for name, view in {**VIEWS, **LOOPED_VIEWS}.items():
 
 PLACED = {
     "flatten": lambda v: v.flatten(2)[:, :, :4],
-    "Flatten": lambda v: nn.Flatten()(v),
-    "reshape": lambda v: v.reshape(v.shape[0], -1)[:, ::3],
     "reshape of transposed": lambda v: v.mT.reshape(v.shape[0], -1),
-    "ravel": lambda v: v.ravel(),
     "reshape_as": lambda v: v.transpose(1, 2).reshape_as(v),
     "contiguous": lambda v: v.contiguous(),
     "contiguous, channels last": lambda v: v.contiguous(memory_format=torch.channels_last),
-    "to channels last": lambda v: v.to(memory_format=torch.channels_last),
     "to its dtype": lambda v: v.to(v.dtype),
-    "flatten of permuted": lambda v: v.permute(0, 2, 3, 1).flatten(0, 2),
     "always a view": lambda v: v.transpose(0, 1)[1:],
 }
 MEMORY = {
@@ -122,22 +108,17 @@ for name, view in PLACED.items():
 COPIES = {
     "same shape": lambda h, x: h[:, :2].copy_(x[:, :2]),
     "of itself": lambda h, x: h.view(-1, 2, 2)[:, 1].copy_(h.clone()[:, :2]),
-    "broadcast": lambda h, x: h.copy_(x[0]),
     "other dtype": lambda h, x: h.copy_(x.float()),
     "complex": lambda h, x: torch.view_as_complex(x.sin().view(-1, 2, 2)).copy_(h[0, :2]),
 }
 # A parameter whose value a write hides has a gradient of zeros, with which it decays; without one it would not.
 HIDING = {
     "copy": lambda h, x: h.copy_(x),
-    "copy into a view": lambda h, x: h.view(-1).copy_(x.reshape(-1)),
     "copy, permuted": lambda h, x: h.permute(1, 0).unsqueeze(0).copy_(x.T),
     "item": lambda h, x: h.__setitem__(slice(None), x),
-    "item of a transposed": lambda h, x: h.mT.__setitem__(slice(None), x.mT),
     "real part": lambda h, x: torch.real(h).copy_(x),
     "zero": lambda h, x: h.zero_(),
     "compared": lambda h, x: h.eq_(x),
-    "compared, transposed": lambda h, x: h.t().gt_(0.0),
-    "fill": lambda h, x: h.view(-1, 2, 2).fill_(2.0),
     "mask": lambda h, x: h.masked_fill_(torch.ones_like(h, dtype=torch.bool), 0.0),
 }
 
@@ -193,14 +174,6 @@ def of_a_view(self, x):
     return x * self.m + self.k
 
 
-def in_place_and_anew(self, x):
-    self.m.add_(1)
-    y = x * self.m
-    self.m = self.m * 2
-    self.m[:2].add_(1)
-    return y * self.m
-
-
 def assign_and_write(self, x):
     old = self.m
     self.m = x.detach().mean(0)
@@ -210,13 +183,7 @@ def assign_and_write(self, x):
     return x * self.m
 
 
-def assign_a_view(self, x):
-    self.m = self.m.view(2, 2).t().reshape(4) + 1
-    self.m = self.m.view(-1)
-    return x * self.m
-
-
-for assign in (average, old_and_new, crosswise, of_a_view, in_place_and_anew, assign_and_write, assign_a_view):
+for assign in (average, old_and_new, crosswise, of_a_view, assign_and_write):
     text = f"buffer assigned: {assign.__name__.replace('_', ' ')}"
     loops = "forward" if assign is of_a_view else ""
     row(text, lambda self, x, assign=assign: assign(self, self.fc(x)), loops=loops, **buffers())
@@ -256,10 +223,7 @@ def assigned(name, change, refused, **has):
 
 assigned("alias", lambda self: self.k, "m and k share memory")
 assigned("larger", lambda self: torch.cat([self.m, self.m]), "shape of m")
-assigned("smaller", lambda self: self.m[:2], r"forward changes .*m")
 assigned("other dtype", lambda self: self.m.float(), "dtype of m")
-assigned("none", lambda self: None, "takes away .* m")
-assigned("other device", lambda self: self.m.to("meta"), "changes device of m from cpu to meta")
 
 
 # Tensors that are one, and that forward makes two.
@@ -332,37 +296,27 @@ PROJECTIONS = {
     "data assigned": lambda w: setattr(w, "data", w.data.clamp(min=0)),
     "data clamped": lambda w: w.data.clamp_(min=0),
     "clamp": torch.no_grad()(lambda w: w.clamp_(min=0)),
-    "copy": torch.no_grad()(lambda w: w.copy_(w.relu())),
     "norms bounded": bound_rows,
     "first row": torch.no_grad()(lambda w: w[0].clamp_(min=0)),
-    "where negative": torch.no_grad()(lambda w: w.__setitem__(w < 0, 0)),
     "out": torch.no_grad()(lambda w: torch.clamp(w, min=0, out=w)),
     "no change": torch.no_grad()(lambda w: w.clamp_(min=-FAR)),
     "renorm": lambda w: setattr(w, "data", torch.renorm(w.data, 2, 0, 0.5)),
-    "initialised": lambda w: nn.init.constant_(w, 0.5),
 }
 
 
 class Convex(nn.Module):
     """Input convex: its inner weights are projected in each forward. ``loops``: it runs member by member."""
 
-    def __init__(self, project, loops=False, times=1, later=False):
+    def __init__(self, project, loops=False):
         super().__init__()
-        self.project, self.loops, self.times, self.later = project, loops, times, later
+        self.project, self.loops = project, loops
         self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.double()
 
     def forward(self, x):
-        y = 0
-        for _ in range(self.times):
-            if not self.later:
-                self.project(self.inner.weight)
-            h = F.softplus(self.inner(F.softplus(self.first(x))))
-            y = y + self.last(branch(h) if self.loops else h)
-        if self.later:
-            self.project(self.inner.weight)
-            return y
-        return y + self.inner.weight.square().sum()
+        self.project(self.inner.weight)
+        h = F.softplus(self.inner(F.softplus(self.first(x))))
+        return self.last(branch(h) if self.loops else h) + self.inner.weight.square().sum()
 
 
 def three_calls():
@@ -390,20 +344,17 @@ def average_by_foreach(teacher, student):
 class Distilling(nn.Module):
     """A student and its average, which starts as a copy of it, and learns nothing itself."""
 
-    def __init__(self, average, first=True):
+    def __init__(self, average):
         super().__init__()
-        self.average, self.first = average, first
+        self.average = average
         self.student = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.queue = nn.Buffer(normal(2, 4))
 
     def forward(self, x):
         with torch.no_grad():
-            if self.first:
-                self.average(self.teacher, self.student)
+            self.average(self.teacher, self.student)
             target = self.teacher(x * 0.9)
-            if not self.first:
-                self.average(self.teacher, self.student)
         logits = self.student(x) @ self.queue.clone()
         self.queue[:, :2] = target[:2].T
         return logits - target.sum(1, keepdim=True)
@@ -413,7 +364,6 @@ PROJECTED = {name: lambda f=f: Convex(f) for name, f in PROJECTIONS.items()}
 TEACHERS = {
     "teacher": lambda: Distilling(average_data),
     "teacher in place": lambda: Distilling(average_in_place),
-    "teacher, later": lambda: Distilling(average_in_place, first=False),
     "teacher by foreach": lambda: Distilling(average_by_foreach),
 }
 BOTH = ("clamp", "teacher")
@@ -422,10 +372,7 @@ for name, make in {**PROJECTED, **TEACHERS}.items():
     writer(name, make, "forward" if "foreach" in name else "", training=training)
 for name in ("data assigned", "data clamped", "clamp", "first row"):
     writer(f"{name}, in a loop", lambda f=PROJECTIONS[name]: Convex(f, loops=True), "forward", training=(True, False))
-writer("three times", lambda: Convex(PROJECTIONS["data clamped"], times=3))
 writer("in a part", lambda: nn.Sequential(linear().double(), Convex(PROJECTIONS["clamp"], loops=True)), "1")
-writer("after its use", lambda: Convex(PROJECTIONS["data assigned"], later=True))
-writer("after its use, in place", lambda: Convex(PROJECTIONS["data clamped"], later=True), "forward")
 for table in (nn.Embedding, nn.EmbeddingBag):
     row(
         f"parameter written: bounded {table.__name__}",
@@ -496,13 +443,6 @@ def out_of_a_norm(self, x):
     return F.linear(x, self.w / torch.dot(self.u.clone(), self.w @ self.v.clone()))
 
 
-@row(u=buffer(2.0))
-def out_of_a_sum(self, x):
-    out = torch.empty(x.shape, dtype=x.dtype)
-    torch.add(x.detach(), self.u, out=out)
-    return self.fc(x) + out
-
-
 @row(v=buffer(), index=lambda: nn.Buffer(torch.zeros(4, dtype=torch.int64)))
 def two_outs(self, x):
     with torch.no_grad():
@@ -517,22 +457,6 @@ def outs_that_are_views(self, x):
     torch.exp(self.u, out=rows[2])
     return self.fc(x) @ rows
 
-
-@row(v=buffer(), index=lambda: nn.Buffer(torch.zeros(4, dtype=torch.int64)))
-def outs_of_constants(self, x):
-    torch.full((4,), 0.5, out=self.v)
-    torch.arange(4, out=self.index)
-    w = torch.empty(4, dtype=x.dtype)
-    torch.add(self.index, self.index + 1, out=w)
-    return self.fc(x) * self.v + self.index + w
-
-
-def spectral():
-    bounded = nn.utils.parametrizations.spectral_norm
-    return nn.Sequential(bounded(nn.Conv1d(4, 3, 1)), nn.Flatten(), bounded(nn.Linear(15, 2))).double()
-
-
-row("spectral norm", make=spectral, calls=lambda: [normal(3, 4, 5), normal(3, 4, 5)])
 
 # What no array can follow.
 row("write past autograd", lambda self, x: (h := self.fc(x), h.detach().mul_(2), h)[2], loops=None)

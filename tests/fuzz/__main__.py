@@ -9,8 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.fuzz.apart import Worker
-from tests.fuzz.compare import Outcome, Verdict
+from tests.fuzz.compare import Outcome, Verdict, Worker
 from tests.fuzz.generate import LARGE, SMALL, for_compilation, generate
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink

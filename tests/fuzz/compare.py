@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import linecache
 import math
+import multiprocessing
 import random
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 from unittest.mock import ANY
 
@@ -93,10 +95,6 @@ class Trial:
             return shared_modules[key]
 
         return [self.names["Net"](b, once) for b in range(self.members)]
-
-    def turn_to(self, index: int) -> None:
-        """Give the globals of the program the values that they have in a step."""
-        self.names["tick"], self.names["tock"] = index % 3, index % 2 == 1
 
     def draw(self, index: int) -> tuple[list[Tensor], Tensor]:
         """The inputs of a step, and its target; stacked ones ``[B, ...]``."""
@@ -180,7 +178,6 @@ def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
     _move([*_state(models[0]).values(), *(t for m in models[1:] for t in _state(m).values())], moved)
     optimizers: list[Any] = [None] * len(models)
     for index, step in enumerate(trial.steps):
-        trial.turn_to(index)
         inputs, target = trial.draw(index)
         _move(inputs, moved)
         rows = [_rows(x, spec.stacked, len(models)) for x, spec in zip(inputs, trial.inputs, strict=True)]
@@ -231,11 +228,6 @@ def _stacked(
 ) -> Seen:
     """The expected results of the array: the members' values stacked."""
     combined = Seen(plain=dict(recorded[0].plain))
-    for name in [name for name, value in combined.plain.items() if name.startswith("output") and type(value) is str]:
-        members = tuple(member.plain.get(name) for member in recorded)
-        if len(set(members)) > 1 and all(type(value) is str for value in members):
-            combined.plain[name] = members
-            recorded = [replace(member, plain=member.plain | {name: members}) for member in recorded]
     for member in recorded[1:]:
         if member.plain != recorded[0].plain or member.values.keys() != recorded[0].values.keys():
             raise ValueError("the members give different structures")
@@ -270,7 +262,6 @@ def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
     loss_fn = hf.per_model(trial.names["loss"])
     step_fn: Any = None
     for index, (step, expected_values) in enumerate(zip(trial.steps, expected, strict=True)):
-        trial.turn_to(index)
         inputs, target = trial.draw(index)
         copies = [(x.detach().clone(), x._version, x.stride()) for x in (*inputs, target)]
         stacked_inputs = [hf.stacked(x) if spec.stacked else x for x, spec in zip(inputs, trial.inputs, strict=True)]
@@ -415,13 +406,6 @@ def _note(recorded: Seen, out: Any) -> None:
             # A view taken in torch.no_grad requires a gradient that goes nowhere; so does what is made of it.
             unknown = leaf.requires_grad and not _leads_back(leaf)
             recorded.plain[f"output {k} has a gradient"] = ANY if unknown else leaf.requires_grad
-        else:
-            recorded.plain[f"output {k}"] = _shown(leaf)
-
-
-def _shown(leaf: Any) -> Any:
-    """Return the type and value of a result that is no tensor; of an array, also one for each member."""
-    return tuple(map(_shown, leaf)) if isinstance(leaf, tuple) else f"{type(leaf).__name__} {leaf!r}"
 
 
 def _leads_back(tensor: Tensor) -> bool:
@@ -509,6 +493,63 @@ def _float64() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+class Worker:
+    """A process that runs programs, and is restarted after a crash. Use it in a with block.
+
+    Kernels of torch, and ours, may crash a process where they should raise.
+    """
+
+    def __enter__(self) -> Worker:
+        self._begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def outcome(self, program: Program) -> Outcome:
+        """As `outcome`; a process that ended is a fault, unless it ends with the members alone, too."""
+        result = self._ask(program, alone=False)
+        if result is not None:
+            return result
+        words = f"the process ended with the status {self._process.exitcode}"
+        self._begin()
+        if self._ask(program, alone=True) is not None:
+            return Outcome(Verdict.RAW, words)
+        self._begin()
+        return Outcome(Verdict.INVALID, words)
+
+    def _ask(self, program: Program, *, alone: bool) -> Outcome | None:
+        """Return the outcome, or None if the process ended."""
+        try:
+            self._pipe.send((program, alone))
+            result: Outcome = self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._end()
+            return None
+        return result
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, worker_pipe = context.Pipe()
+        self._process = context.Process(target=_answer, args=(worker_pipe,), daemon=True)
+        self._process.start()
+        worker_pipe.close()
+
+    def _end(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def _answer(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            program, alone = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        pipe.send(outcome_alone(program) if alone else outcome(program))
 
 
 def main(names: Mapping[str, Any]) -> None:

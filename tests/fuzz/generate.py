@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tests.fuzz.pieces import GROUPS, WEIGHTS
+from tests.fuzz.pieces import ACTIVATIONS, FUNCTIONS, ISLANDS, LAYERS, REDUCTIONS, SHAPES, STATE, VIEWS, WRITES
 from tests.fuzz.program import FLOATS, Block, Input, Piece, Program, Statement, Step
 
+# Groups of pieces, of which one is drawn first, by its weight.
+GROUPS = {
+    "layers": LAYERS,
+    "activations": ACTIVATIONS,
+    "functions": FUNCTIONS,
+    "reductions": REDUCTIONS,
+    "shapes": SHAPES,
+    "views": VIEWS,
+    "writes": WRITES,
+    "state": STATE,
+    "islands": ISLANDS,
+}
+WEIGHTS = dict(zip(GROUPS, (26, 10, 16, 9, 14, 8, 10, 6), strict=False))
 MEMBERS = (1, 2, 2, 2, 4)
 MAIN = ("vec", "vec", "vec", "seq", "seq", "img", "img", "sig", "ids", "vol")
 BESIDE = ("vec", "vec", "mask", "lab", "row", "num", "cvec", "half", "mat")
@@ -64,29 +76,6 @@ OPTIMIZERS = (
 )
 
 
-# Results that are no tensors: the text, and values of an attribute, one of which each member has, or all have.
-BESIDE_RESULTS = (
-    ("self.{p}", ("1.0", "2.0", "-0.5", "0.0", "-0.0", 'float("nan")')),
-    ("self.{p}", ("1", "2", "True", "1.0")),
-    ("self.{p}", ('"mean"', '"sum"')),
-    ("self.{p}", ("None", "2.0")),
-    ("self.{p}", ("True", "False", "None")),
-    ("self.{p}", ("Color.RED", "Color.BLUE")),
-    ("self.{p} * 2 + 1", ("1", "2", "3.0")),
-    ("self.{p} and self.training", ("True", "False")),
-    ('{{"k": self.{p}, "n": [None, (self.{p}, 1)]}}', ("1", '"a"', "None")),
-    ("int(self.{p})", ("torch.tensor(3)", "torch.tensor(4)")),
-    ("None", ()),
-    ('"name"', ()),
-    ("self.training", ()),
-    ("x0.shape[0]", ()),
-    ("x0.dim() + tick", ()),
-    ("torch.float64", ()),
-    ("bool({first}.detach().abs().sum() > 1.0)", ()),
-    ("round({first}.detach().abs().sum().item(), 6)", ()),
-)
-
-
 @dataclass(frozen=True)
 class Scale:
     """How large programs are: statements of the model, other blocks at most, steps at most.
@@ -136,40 +125,18 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
         blocks.append(_block(rng, f"Block{k}", blocks, scale, island=rng.random() < 0.2, members=members))
     net = _net(rng, blocks, inputs, scale, members)
     target = Input("lab" if rng.random() < 0.4 else "vec", rng.random() < 0.25)
-    return _with_beside(
-        Program(
-            seed,
-            members,
-            (*blocks, net),
-            tuple(inputs),
-            _forms(rng, len(inputs)),
-            target,
-            _loss(rng, net, target.kind),
-            rng.choice(OPTIMIZERS),
-            _steps(rng, scale),
-            verify=rng.random() < 0.25,
-        ),
-        rng,
+    return Program(
+        seed,
+        members,
+        (*blocks, net),
+        tuple(inputs),
+        _forms(rng, len(inputs)),
+        target,
+        _loss(rng, net, target.kind),
+        rng.choice(OPTIMIZERS),
+        _steps(rng, scale),
+        verify=rng.random() < 0.25,
     )
-
-
-def _with_beside(program: Program, rng: random.Random) -> Program:
-    """``program``, one time in three with results that are no tensors, of which the loss may depend."""
-    if rng.random() >= 0.33:
-        return program
-    net, beside = program.net, []
-    for k in range(rng.randint(1, 3)):
-        text, values = rng.choice(BESIDE_RESULTS)
-        line = f"self.p{k} = {_choice(rng, 'each_', values, program.members)}" if values else ""
-        if "tensor" in line:
-            line = f'self.register_buffer("p{k}", {line.partition(" = ")[2]})'
-        beside.append((text.format(p=f"p{k}", first=net.results[0]), line))
-    ended = replace(net, beside=tuple(beside), form="tuple" if net.form == "plain" else net.form)
-    if net.form == "plain" and len(net.results) == 1:
-        program = replace(program, loss=re.sub(r"\bout\b", "out[0]", program.loss))
-    if rng.random() < 0.7:
-        program = replace(program, loss=f"({program.loss}) * weight({ended.picked_beside()})")
-    return replace(program, blocks=(*program.blocks[:-1], ended))
 
 
 def for_compilation(program: Program) -> Program:
@@ -264,8 +231,7 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
     elif calls and rng.random() < 0.25:
         group = calls
     else:
-        names = [name for name in WEIGHTS if name != "islands"]
-        group = GROUPS[rng.choices(names, [WEIGHTS[name] for name in names])[0]]
+        group = GROUPS[rng.choices([*WEIGHTS], [*WEIGHTS.values()])[0]]
     fitting = [piece for piece in group if body.fits(piece)]
     if not fitting:
         return

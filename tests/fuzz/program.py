@@ -120,7 +120,6 @@ class Block:
     """A module class. ``inputs`` are the names and kinds of what forward takes; ``results`` the names it gives.
 
     ``evals``: submodules that its own ``train()`` keeps in eval mode. ``form``: how the results are nested.
-    ``beside``: results that are no tensors, each with a line of ``__init__``, which may be empty.
     """
 
     name: str
@@ -129,7 +128,6 @@ class Block:
     results: tuple[str, ...]
     form: str = "plain"
     evals: tuple[str, ...] = ()
-    beside: tuple[tuple[str, str], ...] = ()
 
     def kinds(self) -> dict[str, str]:
         """The kind of every value."""
@@ -145,7 +143,6 @@ class Block:
         parts = any(s.holder == "dict" and s.piece.module for s in self.statements)
         start = ["super().__init__()", *(["self.parts = nn.ModuleDict()"] if parts else [])]
         init = [*start, *(line for lines in init_lines.values() for line in lines)]
-        init += [line for _, line in self.beside if line]
         body = [line for s in self.statements for line in s.lines()]
         names = ", ".join(name for name, _ in self.inputs)
         lines = [f"class {self.name}(nn.Module):", "    def __init__(self, b, once):"]
@@ -162,19 +159,12 @@ class Block:
     def _returned(self) -> str:
         if self.form == "plain" and len(self.results) == 1:
             return self.results[0]
-        beside = [f"[{', '.join(text for text, _ in self.beside)}]"] if self.beside else []
-        named = [f'"beside": {text}' for text in beside]
         if self.form == "dict":
-            return "{" + ", ".join([*(f'"{name}": {name}' for name in self.results), *named]) + "}"
+            return "{" + ", ".join(f'"{name}": {name}' for name in self.results) + "}"
         if self.form == "nested":
             first, *rest = self.results
-            parts = [f'"first": [{first}]', f'"rest": ({"".join(f"{name}, " for name in rest)})', *named]
-            return "{" + ", ".join(parts) + "}"
-        return f"({', '.join([*self.results, *beside])},)"
-
-    def picked_beside(self) -> str:
-        """How the results that are no tensors are reached in ``out``."""
-        return 'out["beside"]' if self.form in ("dict", "nested") else "out[-1]"
+            return f'{{"first": [{first}], "rest": ({"".join(f"{name}, " for name in rest)})}}'
+        return f"({', '.join(self.results)},)"
 
     def picked(self, index: int) -> str:
         """How a result is reached in ``out``."""
@@ -248,10 +238,8 @@ class Program:
 import torch.nn.functional as F
 from torch import nn
 
-from tests.fuzz.parts import Appending, Cell, Color, Learner, Properties, Spiking, weight
 from tests.fuzz.program import Input, Step
 
-tick, tock = 0, False
 SEED, MEMBERS, VERIFY, JOINT = {self.seed}, {self.members}, {self.verify}, "{self.joint}"
 INPUTS = ({"".join(f"{spec}, " for spec in self.inputs).strip()})
 TARGET = {self.target}

@@ -1,9 +1,14 @@
-"""`hf.train` of a compiled task on CUDA: the waits of the host for a minibatch."""
+"""Runs on CUDA of tasks, populations and sweeps: what the host waits for, and that no call would be refused."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ from torch import nn
 
 import hfusion as hf
 from tests.null.arrays import losses_of
-from tests.null.calls import Calls, reset, since_reset
+from tests.null.calls import REFUSED_CALLS, Calls, calls_per_step, reset, since_reset
 
 pytestmark = pytest.mark.null
 
@@ -122,3 +127,126 @@ def test_arrays_and_loaders_may_be_anywhere(array_device: str, loader_device: st
     hf.train([task], hf.Machine([hf.Device("cuda:0", memory="1GiB")]))
     assert since_reset().refused == ()
     assert {str(tensor.device) for tensor in array.state_dict().values()} == {array_device}
+
+
+# Populations and sweeps on CUDA make no call that a real device would refuse.
+
+ROWS = 4
+
+
+def mlp(hidden: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(hidden, 3))
+
+
+@pytest.mark.parametrize("on_nonfinite", ["ignore", "freeze"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_members_leave_join_and_are_copied(compile: bool, on_nonfinite: str) -> None:
+    reset()
+    pop = hf.Population(
+        [mlp().cuda() for _ in range(ROWS)],
+        optimizer=lambda params: hf.optim.AdamW(params, lr=[0.1, 0.2, 0.3, 0.4]),
+        loss=losses_of,
+        clip_norm=1.0,
+        on_nonfinite=on_nonfinite,  # type: ignore[arg-type]
+        compile=compile,
+    )
+    inputs, target = torch.zeros(6, 8, device="cuda"), torch.zeros(6, dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        losses = pop.step(inputs, target)
+    pop.stop(1)
+    pop.step(inputs, target)
+    pop.start(1, mlp().cuda(), lr=0.5)
+    pop.copy(src=0, dst=[2])
+    pop.hparams["lr"][[2]] *= 0.5
+    pop.step(inputs, target)
+    assert losses.shape == pop.evaluate(losses_of, [(inputs, target)]).shape == (ROWS,)
+    pop.stop([0, 1, 2])
+    pop.compact()
+    pop.step(inputs, target)
+    assert {str(param.device) for model in pop.models if model for param in model.parameters()} == {"cuda:0"}
+    assert since_reset().refused == ()
+
+
+def test_a_compiled_step_of_a_population_is_replayed() -> None:
+    pop = hf.Population(
+        [mlp().cuda() for _ in range(ROWS)],
+        optimizer=lambda params: hf.optim.AdamW(params, lr=0.1),
+        loss=losses_of,
+        on_nonfinite="ignore",
+        compile=True,
+    )
+    inputs, target = torch.zeros(6, 8, device="cuda"), torch.zeros(6, dtype=torch.int64, device="cuda")
+    calls = calls_per_step(lambda: pop.step(inputs, target))
+    assert (calls.graphs, calls.waits, calls.refused) == (2, 0, ())
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_a_sweep(compile: bool) -> None:
+    optuna = pytest.importorskip("optuna")
+    loader = [(torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64))] * 3
+
+    def space(trial: optuna.Trial) -> dict[str, object]:  # type: ignore[name-defined]
+        return {
+            "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+            "hidden": trial.suggest_categorical("hidden", [8, 16]),
+        }
+
+    reset()
+    result = hf.sweep(
+        mlp,
+        space,
+        losses_of,
+        loader,
+        eval_loader=loader,
+        pruner=optuna.pruners.NopPruner(),
+        trials=6,
+        epochs=2,
+        machine=hf.Machine([hf.Device("cuda:0", memory="1GiB")]),
+        compile=compile,
+        clip_norm=1.0,
+    )
+    assert since_reset().refused == ()
+    # Those whose losses are NaN by chance have failed: nothing is computed.
+    assert [trial.state.is_finished() for trial in result.study.trials] == [True] * 6
+
+
+# Layers are timed on CUDA with its rates, once.
+
+
+# The benchmark's commands run to their end on CUDA, without a call that a real device would refuse.
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("fuse", "optim", "shard")
+OK, WRONG_LOSSES = 0, 1
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the benchmark. Fails if one of its processes has made a call that is refused."""
+    path = os.pathsep.join([str(Path(__file__).parent / "site"), str(ROOT)])
+    environment = os.environ | {REFUSED_CALLS: str(folder), "PYTHONPATH": path}
+    command = [sys.executable, "-m", "hfusion.bench", *arguments, "--device", "cuda"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    reports = [file.read_text() for file in folder.iterdir()]
+    assert reports, output
+    assert set(reports) == {""}, output
+    return done
+
+
+@pytest.mark.parametrize("benchmark", COMMANDS)
+def test_commands_run_to_their_end(benchmark: str, tmp_path: Path) -> None:
+    done = run(tmp_path, benchmark, "--quick")
+    assert done.returncode in (OK, WRONG_LOSSES), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    # The last line of a table.
+    assert "└" in done.stdout
+
+
+def test_first_contact(tmp_path: Path) -> None:
+    """And nothing is a fault but values, which are not compared."""
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    file = tmp_path / "contact.json"
+    done = run(calls, "contact", "--quick", "--json", str(file))
+    assert {row["status"] for row in json.loads(file.read_text())["rows"]} == {"not computed"}, done.stdout
+    assert done.returncode == OK

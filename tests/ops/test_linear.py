@@ -82,29 +82,6 @@ def test_gradients_of_complex_operands_by_the_own_backward() -> None:
     assert torch.autograd.gradcheck(linear.TokenMajor.apply, operands)
 
 
-@pytest.mark.parametrize("threshold", [0, 1 << 15], ids=["own", "autograd"])
-def test_frozen_parts_of_a_linear(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "OWN_BACKWARD_NUMEL", threshold)
-    x, weight, bias = leaf(2, 3, 4), leaf(2, 5, 4), leaf(2, 5)
-    for frozen in (x, weight, bias):
-        operands = [p.detach() if p is frozen else p for p in (x, weight, bias)]
-        actual = torch.autograd.grad(linear.linear_stacked(*operands).sum(), [p for p in operands if p.requires_grad])
-        plain = torch.einsum("bni,boi->bno", *operands[:2]) + operands[2].unsqueeze(1)
-        expected = torch.autograd.grad(plain.sum(), [p for p in operands if p.requires_grad])
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_gradients_come_in_the_order_of_the_parameters() -> None:
-    """Accumulation copies a gradient whose strides differ from the parameter's."""
-    x, weight, bias = leaf(3, 4), leaf(2, 200, 4), leaf(2, 200)
-    deep, deep_bias = leaf(2, 100, 200), leaf(2, 100)
-    y = linear.linear_stacked(linear.linear_shared_input(x, weight, bias).relu(), deep, deep_bias)
-    token_major = linear.linear_stacked(leaf(2, 3, 200), deep, deep_bias)
-    parameters = [weight, bias, deep, deep_bias]
-    assert all(g.is_contiguous() for g in torch.autograd.grad(y.sum(), parameters))
-    assert all(g.is_contiguous() for g in torch.autograd.grad(token_major.square().sum(), [deep, deep_bias]))
-
-
 def test_autocast_reaches_the_products() -> None:
     x, weight = torch.randn(2, 3, 200), torch.randn(2, 200, 200, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

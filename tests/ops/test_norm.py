@@ -137,33 +137,6 @@ def test_scalars_of_each_member(layout: Layout, target: Any, scalars: Any) -> No
     run(target, (5, 4, 6), (layout, Layout.STACKED, Layout.STACKED), True, scalars)
 
 
-def test_one_set_of_statistics_cannot_serve_momenta_that_differ() -> None:
-    scalars = (MemberScalars((0.1, 0.3, 0.9)), 1e-5)
-    with pytest.raises(FusionError, match="give every model its own buffers"):
-        run(aten.batch_norm.default, (5, 4), (Layout.SHARED, Layout.STACKED, Layout.SHARED), True, scalars)
-
-
-@pytest.mark.parametrize("layouts", [(Layout.STACKED, Layout.SHARED), (Layout.SHARED, Layout.STACKED)], ids=str)
-def test_one_of_two_statistics_cannot_be_shared(layouts: tuple[Layout, Layout]) -> None:
-    case = Case(aten.batch_norm.default, (t(5, 4), None, None, t(4), t(4), True, 0.1, 1e-5, False))
-    graph = member_graph(case, [torch.zeros(5, 4), torch.zeros(4), torch.ones(4)])
-    with pytest.raises(FusionError, match="give every model its own buffers"):
-        batch(graph, [Layout.STACKED, *layouts], 2)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
-    x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
-    inverse = [order.index(dim) for dim in range(3)]
-    lying = x.permute(*order, 3).contiguous().permute(*inverse, 3)
-    case = Case(aten.batch_norm.default, (t(4, 5, 6), t(5), t(5), None, None, True, 0.1, 1e-5, False))
-    weight, bias = torch.randn(2, 3, 5, dtype=torch.float64)
-    graph = member_graph(case, [x[0], weight[0], bias[0]])
-    (output,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
-    single = [torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)]
-    torch.testing.assert_close(output, torch.stack(single), rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 3)], ids=str)
 def test_batch_norm_of_a_member_that_lies_channel_by_channel(shape: tuple[int, ...], training: bool) -> None:

@@ -163,24 +163,6 @@ def test_every_tagged_operator_has_a_rule() -> None:
     }
 
 
-def layout_of(case: Case, layouts: list[Layout], members: int = 2) -> Layout:
-    rows = [torch.zeros(d.shape, dtype=torch.float64) for d in case.args if isinstance(d, Draw)]
-    graph = batch(member_graph(case, rows), layouts, members).graph
-    (node,) = [n for n in graph.nodes if n.op == "call_function" and "origin" in n.meta]
-    layout: Layout = node.meta["layout"]
-    return layout
-
-
-def test_packed_stays_packed() -> None:
-    assert layout_of(Case(aten.relu.default, (X,)), [Layout.PACKED]) is Layout.PACKED
-    assert layout_of(Case(aten.add.Tensor, (X, X)), [Layout.PACKED, Layout.PACKED]) is Layout.PACKED
-    assert layout_of(Case(aten.mul.Tensor, (X, t(3, 1, 1))), [Layout.PACKED, Layout.STACKED]) is Layout.PACKED
-
-
-def test_constants_are_shared() -> None:
-    assert layout_of(Case(aten.zeros_like.default, (X,)), [Layout.STACKED]) is Layout.SHARED
-
-
 @pytest.mark.parametrize("layout", [Layout.STACKED, Layout.PACKED, Layout.LISTED])
 def test_copy_has_a_derivative(layout: Layout) -> None:
     """``aten.copy`` itself has none, so the oracle's loop cannot tell."""

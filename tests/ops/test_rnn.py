@@ -1,4 +1,4 @@
-"""LSTMs, and what GRUs share with them: values, gradients and second derivatives against the loop over members."""
+"""Recurrent layers: values, gradients and second derivatives are those of the loop over members."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.core.layout import Layout
 from hfusion.core.tree import leaves
 from hfusion.device import native
-from hfusion.ops import rnn
-from hfusion.ops.rule import call_per_member
-from hfusion.passes.batch import batch
-from tests.oracle import Case, Draw, check, member_graph, t
+from hfusion.ops import rnn, rnn_steps
+from hfusion.ops.rnn_steps import run_per_member
+from tests.oracle import Case, Draw, check, t
 
 aten = torch.ops.aten
 # Of operators that are called by themselves, torch's warnings reach Python from 2.15 on.
@@ -27,60 +25,54 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 MEMBERS = 3
 
 
+@pytest.fixture
+def kernels() -> None:
+    """The C kernels of recurrent layers; a test that needs them is skipped where they cannot be compiled."""
+    if isinstance(library := native.library(rnn.SOURCE), str):
+        pytest.skip(library)
+
+
 def case(
-    *, features: int = 3, size: int = 4, layers: int = 1, bidirectional: bool = False, biases: bool = True, first: bool
+    target: Any,
+    features: int = 3,
+    size: int = 4,
+    layers: int = 1,
+    directions: int = 1,
+    biases: bool = True,
+    steps_first: bool = False,
 ) -> Case:
-    """An LSTM over 5 steps of 2 samples."""
-    directions = 2 if bidirectional else 1
-    params: list[Draw] = []
+    """A layer over 5 steps of 2 samples."""
+    gates, params = 4 if target is aten.lstm.input else 3, list[Draw]()
     for layer in range(layers):
         inputs = directions * size if layer else features
         for _ in range(directions):
-            params += [t(4 * size, inputs), t(4 * size, size), *[t(4 * size), t(4 * size)][: 2 * biases]]
-    states = [t(layers * directions, 2, size), t(layers * directions, 2, size)]
-    x = t(2, 5, features) if first else t(5, 2, features)
-    return Case(aten.lstm.input, (x, states, params, biases, layers, 0.0, True, bidirectional, first), members=(3,))
+            params += [t(gates * size, inputs), t(gates * size, size), *[t(gates * size)] * (2 * biases)]
+    state = t(layers * directions, 2, size)
+    x = t(5, 2, features) if steps_first else t(2, 5, features)
+    options = (params, biases, layers, 0.0, True, directions == 2, not steps_first)
+    return Case(target, (x, [state, state] if gates == 4 else state, *options), members=(3,))
 
 
 CASES = [
-    case(first=True),
-    case(first=False),
-    case(first=True, biases=False),
-    case(first=False, bidirectional=True),
-    case(first=True, layers=2),
-    case(first=False, layers=2, bidirectional=True, biases=False),
-    case(first=True, features=1, size=1),
-    case(first=True, features=3, size=19),
+    made
+    for target in (aten.lstm.input, aten.gru.input)
+    for made in (
+        case(target),
+        case(target, steps_first=True),
+        case(target, biases=False),
+        case(target, directions=2, steps_first=True),
+        case(target, layers=2),
+        case(target, layers=2, directions=2, biases=False, steps_first=True),
+        case(target, features=1, size=1),
+        case(target, features=3, size=19),
+    )
 ]
-
-
-@pytest.fixture(params=["kernels", "torch"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("HFUSION_NATIVE", "0")
-    elif isinstance(library := native.library(rnn.SOURCE), str):
-        pytest.skip(library)
-    return str(request.param)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_lstm(case: Case) -> None:
+def test_operator(case: Case) -> None:
     check(case)
-
-
-def lowered(features: int, size: int, *, train: bool = True, members: int = MEMBERS) -> Any:
-    operands = [torch.zeros(2, 5, features), torch.zeros(1, 2, size), torch.zeros(1, 2, size)]
-    weights = [t(4 * size, features), t(4 * size, size)]
-    operands += [torch.zeros(draw.shape) for draw in weights]
-    states = [t(1, 2, size), t(1, 2, size)]
-    case = Case(aten.lstm.input, (t(2, 5, features), states, weights, False, 1, 0.0, train, False, True))
-    graph = batch(member_graph(case, operands), [Layout.STACKED] * len(operands), members).graph
-    return next(n for n in graph.nodes if "origin" in n.meta and n.meta["origin"].target is case.target).target
-
-
-def test_without_kernels_the_torch_operator_runs_per_member(form: str) -> None:
-    assert lowered(3, 4) is {"kernels": rnn.lstm_stacked, "torch": call_per_member}[form]
 
 
 MODULES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
@@ -136,8 +128,9 @@ def test_members_drop_between_layers_by_their_own_draws() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_second_derivatives() -> None:
-    models = [nn.LSTM(3, 4, bidirectional=True).double() for _ in range(2)]
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_second_derivatives(layer: type[nn.RNNBase]) -> None:
+    models = [layer(3, 4, bidirectional=True).double() for _ in range(2)]
     fused = hf.fuse(models)
     x = torch.randn(5, 2, 3, dtype=torch.float64)
 
@@ -254,3 +247,130 @@ def test_a_step_with_a_loss_of_all_outputs_is_compiled(autocast: bool) -> None:
         return step_losses
 
     torch.testing.assert_close(losses(True), losses(False), **({"rtol": 1e-3, "atol": 1e-3} if autocast else {}))
+
+
+# Recurrent layers by time steps of all members: values and gradients against torch's own operator, member by member.
+
+STEPS, SAMPLES, FEATURES, SIZE = 5, 2, 3, 4
+KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without biases": {"has_biases": False},
+    "both directions": {"bidirectional": True},
+    "layers": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    "samples first": {"batch_first": True},
+}
+
+
+def options(name: str) -> dict[str, Any]:
+    default = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": True, "bidirectional": False}
+    return {**default, "batch_first": False} | OPTIONS[name]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def operands(
+    kind: str, settings: dict[str, Any], stacked: bool, steps: int = STEPS
+) -> tuple[Tensor, list[Tensor], Any]:
+    directions, rows = (2 if settings["bidirectional"] else 1), KINDS[kind] * SIZE
+    weights: list[Tensor] = []
+    for layer in range(settings["num_layers"]):
+        for _ in range(directions):
+            inputs = directions * SIZE if layer else FEATURES
+            weights += [draw(MEMBERS, rows, inputs), draw(MEMBERS, rows, SIZE)]
+            weights += [draw(MEMBERS, rows), draw(MEMBERS, rows)] if settings["has_biases"] else []
+    first = (MEMBERS,) if stacked else ()
+    x = draw(*first, SAMPLES, steps, FEATURES) if settings["batch_first"] else draw(*first, steps, SAMPLES, FEATURES)
+    count = directions * settings["num_layers"]
+    states = [draw(*first, count, SAMPLES, SIZE) for _ in range(2 if kind == "lstm" else 1)]
+    return x, states, weights
+
+
+def gradients_of_parts(results: Any, leaves: list[Tensor]) -> list[Tensor]:
+    total = sum(
+        (part * torch.linspace(-1, 2, part.numel(), dtype=part.dtype).view(part.shape)).sum() for part in results
+    )
+    return list(torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "shared"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_equal_torch_member_by_member(kind: str, name: str, stacked: bool) -> None:
+    settings = options(name)
+    x, states, weights = operands(kind, settings, stacked)
+    operand_leaves = [x, *states, *weights]
+    actual = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **settings)
+    expected = run_per_member(kind, MEMBERS, x, states, weights, settings)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        gradients_of_parts(actual, operand_leaves), gradients_of_parts(expected, operand_leaves), rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_of_steps_are_as_they_are_described(kind: str) -> None:
+    """Their schemas, shapes for tracers, and outputs that are no views."""
+    sums, w_hidden = draw(STEPS, MEMBERS, SAMPLES, KINDS[kind] * SIZE), draw(MEMBERS, KINDS[kind] * SIZE, SIZE)
+    h, c = draw(MEMBERS, SAMPLES, SIZE), draw(MEMBERS, SAMPLES, SIZE) if kind == "lstm" else None
+    bias = draw(MEMBERS, KINDS[kind] * SIZE) if kind == "gru" else None
+    arguments = [None if t is None else t.detach() for t in (sums, h, c, w_hidden, bias)]
+    checks = ("test_schema", "test_faketensor")
+    operators: Any = torch.ops.hfusion_rnn
+    torch.library.opcheck(operators.steps.default, (*arguments, kind, True), test_utils=checks)
+    y, cells, step_state = operators.steps(*arguments, kind, True)
+    saved = (y, arguments[1], cells, arguments[2], step_state, arguments[3])
+    d_c = None if c is None else torch.ones_like(c)
+    torch.library.opcheck(operators.steps_backward.default, (y, d_c, *saved, kind, True), test_utils=checks)
+
+
+def test_second_derivatives_of_steps_are_refused() -> None:
+    """As those of cuDNN's layers."""
+    x, states, weights = operands("gru", options("plain"), True)
+    y, _ = rnn_steps.recurrent_stacked("gru", MEMBERS, x, states, weights, **options("plain"))
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives of recurrent layers"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_that_explodes_changes_no_other_in_steps(kind: str) -> None:
+    x, states, weights = operands(kind, options("plain"), False)
+    spoilt = [weight.detach().clone() for weight in weights]
+    spoilt[0][1, 0], spoilt[1][1, 1] = torch.nan, torch.inf
+    before, after = (
+        rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weight_set, **options("plain"))[0]
+        for weight_set in (weights, spoilt)
+    )
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+
+
+ON_GPU: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+    "gru": (nn.GRU, {"batch_first": True}),
+    "rnn": (nn.RNN, {"nonlinearity": "relu", "batch_first": True}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_layers_equal_their_members_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    kind, settings = ON_GPU[name]
+    models = [kind(FEATURES, SIZE, **settings).to("cuda", dtype) for _ in range(rnn_steps.MIN_MEMBERS)]
+    fused = hf.fuse(models, verify=False)
+    x = torch.randn(SAMPLES, STEPS, FEATURES, device="cuda", dtype=dtype)
+    y, _ = fused(x)
+    assert "members as batch" in str(fused.report())
+    weights = torch.randn_like(y)
+    grads = torch.autograd.grad((y * weights).sum(), list(fused.parameters()))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 1e-1}[dtype]
+    for row, model in enumerate(models):
+        want, _ = model(x)
+        torch.testing.assert_close(y[row], want, rtol=tolerance, atol=tolerance)
+        expected_grads = torch.autograd.grad((want * weights[row]).sum(), list(model.parameters()))
+        for actual, other in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(actual[row], other, rtol=tolerance, atol=tolerance)

@@ -13,8 +13,7 @@ import torch
 
 from tests.ops_sweep.cases import cases, forms
 from tests.ops_sweep.coverage import document, reasons, table, worst
-from tests.ops_sweep.trial import sweep
-from tests.ops_sweep.verdicts import Finding, Verdict
+from tests.ops_sweep.trial import Finding, Verdict, sweep
 
 BAD = (Verdict.ERROR, Verdict.WRONG)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tests.ops_sweep.verdicts import Finding, Verdict
+from tests.ops_sweep.trial import Finding, Verdict
 
 NAMES = {
     Verdict.RIGHT: "right",

@@ -8,8 +8,7 @@ import pytest
 
 from tests.ops_sweep.cases import cases, forms
 from tests.ops_sweep.coverage import document, worst
-from tests.ops_sweep.trial import sweep
-from tests.ops_sweep.verdicts import Finding, Pattern, Verdict, patterns
+from tests.ops_sweep.trial import Finding, Pattern, Verdict, patterns, sweep
 
 # One or two of every family, and those that needed mending.
 OPERATORS = """

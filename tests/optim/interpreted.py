@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from hfusion.optim import clip, gpu, group
 
@@ -49,3 +53,76 @@ def _rounding(cast: Any) -> Any:
         return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
     return cast_impl
+
+
+# A stand-in for CUDA graphs on a CPU: it records operators with the tensors they read and write, and replays them.
+
+
+class _Taping(TorchDispatchMode):
+    """Runs operators, and notes them and what lay before where they write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            self.before.setdefault(storage.data_ptr(), (tensor, _bytes(tensor).clone()))
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, _tensors(result)))
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+class Tape:
+    """A `hfusion.device.backend.Recorder`. ``made``: how often it recorded, ``replayed``: how often that was done."""
+
+    recording = False
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0
+
+    def __call__(self, work: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        taped = _Taping()
+        try:
+            with taped:
+                result = work()
+        finally:
+            # Nothing is done while it is recorded.
+            for tensor, before in taped.before.values():
+                _bytes(tensor).copy_(before)
+        self.made += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for func, args, kwargs, wrote in taped.calls:
+                for target, output in zip(wrote, _tensors(func(*args, **kwargs)), strict=True):
+                    if target.data_ptr() != output.data_ptr():
+                        target.copy_(output)
+
+        return replay, result
+
+
+class Closure(Tape):
+    """For kernels that are no operators of torch: recorded is which are called."""
+
+    def __call__(self, work: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        self.made += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay, None

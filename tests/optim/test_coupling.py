@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,10 +95,6 @@ class Ours(torch.optim.SGD):
     """Of a third party."""
 
 
-class Apart(torch.optim.SGD):
-    keeps_members_apart = True
-
-
 def step(kind: type[Optimizer], params: Sequence[Tensor]) -> None:
     optimizer: Any = kind(params, lr=0.1)  # type: ignore[call-arg]
     for param in params:
@@ -112,7 +107,6 @@ def test_an_unknown_one_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match="Ours is not known to hfusion.*every element by itself"):
         step(Ours, array.params)
     step(Ours, array.params)
-    step(Apart, array.params)
 
 
 class SAM(torch.optim.SGD):
@@ -130,24 +124,3 @@ def test_sam_is_refused() -> None:
         step(SAM, array.params)
     # A single member has no other to be coupled with.
     step(SAM, Array(1, shapes=[(3,)]).params)
-
-
-def test_models_alone_are_left_in_peace() -> None:
-    array = Array(2, shapes=[(3, 3)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for make, _ in COUPLING.values():
-            optimizer: Any = make([array.members[0][0]])
-            array.members[0][0].grad = torch.ones(3, 3).double()
-            optimizer.step(lambda: 0.0)
-        step(type("Other", (torch.optim.SGD,), {}), array.members[1])
-
-
-def test_fused_ones_keep_their_short_way() -> None:
-    array = Array(2, shapes=[(3,)])
-    fused = hf.optim.SGD(array.params)
-    for _ in range(3):
-        array.draw_grads()
-        fused.step()
-    assert fused._cache is not None or not coupling.hooks()
-    assert coupling.hooks() == 1

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hfusion.optim import base
 from tests.optim.arrays import CASES, Array, Per, start
-from tests.optim.interpreted import forget, interpret
-from tests.optim.tape import Closure
+from tests.optim.interpreted import Closure, forget, interpret
 
 ROUNDED_ALIKE = {
     case: (name, options)
@@ -97,27 +96,6 @@ def test_kernels_round_where_torch_does(name: str, options: dict[str, Any], dtyp
     # A CPU rounds products that CUDA and the kernels do not round.
     assert sum(differences.values()) <= 2, differences
     assert fused.launches == "recorded and replayed as one"
-
-
-@DTYPES
-@pytest.mark.parametrize("case", ["strided", "HFUSION_NATIVE=0", "Adagrad"])
-@pytest.mark.usefixtures("recorded")
-def test_parameters_that_kernels_do_not_take_are_stepped_by_torch(
-    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array = Array(3, ((4, 6), (3,)), dtype)
-    name, options = "Adam", {"lr": Per(0.1, 0.5), "eps": 1e-4}
-    if case == "strided":
-        array.params[0].data = array.params[0].data.transpose(1, 2).contiguous().transpose(1, 2)
-    elif case == "HFUSION_NATIVE=0":
-        monkeypatch.setenv("HFUSION_NATIVE", "0")
-    else:
-        # Its state begins with a value that differs between members.
-        name, options = case, options | {"initial_accumulator_value": Per(0.5, 0.5)}
-        monkeypatch.setenv("HFUSION_NATIVE", "0")
-    fused, differences = unequal(name, options, array, 4)
-    assert not any(differences.values()), differences
-    assert fused.launches.startswith(f"launched one by one: torch's own {name} steps the members of")
 
 
 @pytest.mark.gpu

@@ -85,8 +85,6 @@ def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
     [
         ("HFUSION_NATIVE", "0", "HFUSION_NATIVE=0"),
         ("CC", "no-such-compiler -x", "FileNotFoundError.*no-such-compiler"),
-        ("CC", "false", "^false -O3 .* failed: "),
-        ("CC", "'", "ValueError: No closing quotation"),
         ("PATH", "", "no C compiler .* was found"),
     ],
 )

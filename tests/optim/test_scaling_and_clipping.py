@@ -66,16 +66,6 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(value: float) -> None:
         optim.clip_grad_norm_(array.params, 0.5, error_if_nonfinite=True)
 
 
-def test_one_parameter_no_gradient_and_mixed_dtypes() -> None:
-    array, single = Array(2), Array(2, shapes=[(3,)], dtype=torch.float32)
-    assert optim.clip_grad_norm_(array.params[0], 1.0).tolist() == [0.0, 0.0]
-    array.draw_grads()
-    single.draw_grads()
-    norms = optim.clip_grad_norm_(iter([*single.params, *array.params]), 1.0)
-    assert norms.dtype == torch.float64
-    assert optim.clip_grad_norm_([*single.params, *array.params], INF).tolist() == pytest.approx([1.0, 1.0])
-
-
 def test_shared_parameters() -> None:
     array = Array(3)
     array.draw_grads()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn import Parameter
 
+import hfusion as hf
 from hfusion import CheckpointError, FusionError, optim
 from hfusion.core.membership import Membership, mark
 from hfusion.optim.hyper import MemberVector, member_vector
@@ -62,37 +61,131 @@ def test_state_of_another_array_is_refused() -> None:
         optim.Adam(reshaped.params).load_state_dict(fused.state_dict())
 
 
-NOT_ONE = "the state is not one of this array and of Adam"
-GARBAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "nothing": (lambda state: None, NOT_ONE),
-    "a word": (lambda state: "x", NOT_ONE),
-    "of a module": (lambda state: nn.Linear(1, 1).state_dict(), NOT_ONE),
-    "empty": (lambda state: {}, NOT_ONE),
-    "without groups": (lambda state: {"state": state["state"]}, NOT_ONE),
-    "groups of words": (lambda state: {**state, "param_groups": ["x"]}, NOT_ONE),
-    "one parameter": (lambda state: {**state, "param_groups": [{"params": 0}]}, NOT_ONE),
-    "a list of state": (lambda state: {**state, "state": []}, NOT_ONE),
-    "words of state": (lambda state: {**state, "state": {0: "x"}}, NOT_ONE),
-    "a word of it": (
-        lambda state: {**state, "state": {0: {"exp_avg": "x"}}},
-        "'exp_avg' of parameter 0 has str, this optimizer needs a tensor of shape",
-    ),
-    "an unknown one": (lambda state: {**state, "state": {9: {}}}, "a parameter 9 that is in none of its param groups"),
-    "of one model": (lambda state: _of_one_model(), NOT_ONE),
-    "a rate": (lambda state: _with_rate(state, "x"), "lr='x' is not a number"),
+# Tensors that were converted, moved or replaced behind an optimizer's back: an error in words, or the right step.
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"momentum": 0.9}),
+    "adam": ("Adam", {"amsgrad": True}),
+}
+ALL = pytest.mark.parametrize(("name", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+# Two steps prepare, the third takes the short way.
+STEPS = pytest.mark.parametrize("steps", [1, 3])
+
+
+@pytest.fixture(params=["kernels of our own", "torch's kernels"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_NATIVE", "0" if request.param == "torch's kernels" else "")
+
+
+def begun(name: str, options: dict[str, Any], steps: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Array]:
+    array = Array(3, shapes=[(40, 30), (5,)], dtype=dtype)
+    fused, alone = start(name, {"lr": 0.01, **options}, array)
+    run(array, fused, alone, steps)
+    array.draw_grads()
+    return fused, array
+
+
+def convert(param: Tensor, **to: Any) -> None:
+    grad = param.grad
+    assert grad is not None
+    param.grad = None
+    param.data = param.data.to(**to)
+    param.grad = grad.to(**to)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "double": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
 }
 
 
-def _of_one_model() -> Any:
-    model = nn.Linear(3, 4)
-    optimizer = torch.optim.Adam([model.weight])
-    model.weight.grad = torch.ones(4, 3)
-    optimizer.step()
-    return optimizer.state_dict()
+@pytest.mark.usefixtures("kernels")
+@ALL
+@STEPS
+@pytest.mark.parametrize("to", KINDS.values(), ids=KINDS)
+def test_converted_parameters(name: str, options: dict[str, Any], steps: int, to: dict[str, Any]) -> None:
+    fused, array = begun(name, options, steps)
+    for param in array.params:
+        convert(param, **to)
+    kind = str(to.get("dtype", torch.float32)).removeprefix("torch.")
+    message = rf"of parameter 'p0' is float32 \[3, 40, 30\] on cpu, the parameter {kind} \[3, 40, 30\] on cpu"
+    with pytest.raises(hf.FusionError, match=rf"{message}.*opt\.load_state_dict\(opt\.state_dict\(\)\)"):
+        fused.step()
 
 
-def _with_rate(state: Any, rate: Any) -> Any:
-    return {**state, "param_groups": [{**state["param_groups"][0], "lr": rate}]}
+def state(fused: Any, array: Array) -> dict[str, Tensor]:
+    entry: dict[str, Tensor] = fused.state[array.params[0]]
+    return entry
+
+
+def stack(entry: dict[str, Tensor]) -> str:
+    return next(name for name in entry if name != "step")
+
+
+def replaced(change: Callable[[Tensor], Any]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda entry: entry.update({stack(entry): change(entry[stack(entry)])})
+
+
+def data(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def write(entry: dict[str, Tensor]) -> None:
+        entry[stack(entry)].data = change(entry[stack(entry)].data)
+
+    return write
+
+
+BROKEN: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "double": replaced(Tensor.double),
+    "shorter": replaced(lambda t: t[:, :1].clone()),
+    "another device": replaced(lambda t: t.to("meta")),
+    "data double": data(Tensor.double),
+    "data as integers": data(lambda t: t.view(torch.int32)),
+    "counts of others": lambda entry: entry.update(step=torch.zeros(7)),
+    "one count": lambda entry: entry.update(step=torch.tensor(3.0)),
+    # type: ignore[call-overload]
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@ALL
+@STEPS
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+def test_state_that_does_not_fit(name: str, options: dict[str, Any], steps: int, change: Any) -> None:
+    fused, array = begun(name, options, steps)
+    before = [param.detach().clone() for param in array.params]
+    change(state(fused, array))
+    with pytest.raises(hf.FusionError, match=r"of parameter 'p0' (is|are|must) "):
+        fused.step()
+    assert all(map(torch.equal, array.params, before))
+
+
+GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "another shape": (lambda g: g.reshape(3, 30, 40), r"has shape \[3, 30, 40\], the parameter \[3, 40, 30\]"),
+    "complex": (lambda g: g.to(torch.complex64), r"is torch.complex64, the parameter torch.float32"),
+    "fewer": (lambda g: g[:1], r"has shape \[1, 40, 30\]"),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@ALL
+@STEPS
+@pytest.mark.parametrize(("change", "message"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_that_do_not_fit(name: str, options: dict[str, Any], steps: int, change: Any, message: str) -> None:
+    fused, array = begun(name, options, steps)
+    param = array.params[0]
+    assert param.grad is not None
+    param.grad.data = change(param.grad.data)
+    for act in (fused.step, lambda: hf.optim.clip_grad_norm_(array.params, 1.0)):
+        with pytest.raises(RuntimeError, match=rf"the gradient of 'p0' {message}"):
+            act()
+
+
+NOT_ONE = "the state is not one of this array and of Adam"
+GARBAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda state: None, NOT_ONE),
+    "one parameter": (lambda state: {**state, "param_groups": [{"params": 0}]}, NOT_ONE),
+    "words of state": (lambda state: {**state, "state": {0: "x"}}, NOT_ONE),
+    "an unknown one": (lambda state: {**state, "state": {9: {}}}, "a parameter 9 that is in none of its param groups"),
+}
 
 
 @pytest.mark.parametrize(("change", "message"), GARBAGE.values(), ids=GARBAGE)
@@ -215,38 +308,12 @@ def test_a_hold_within_another_adds_to_it() -> None:
     assert (array.params[0].detach() != before).any(1).tolist() == [False, False, True]
 
 
-# Bad parameters and hyper-parameters: the message names what, the values and the remedy.
-def test_shared_parameters_need_one_value() -> None:
-    shared = mark(Parameter(torch.zeros(2)), Membership("base.weight", 2, False))
-    with pytest.raises(
-        ValueError, match=r"'base.weight' is one tensor for all 2 members, and lr differs .*\[0.1, 0.2\]"
-    ):
-        optim.Adam([shared], lr=[0.1, 0.2])
-    optim.Adam([shared], lr=[0.1, 0.1])
-
-
 def test_sparse_gradients_are_refused() -> None:
     array = Array(2, shapes=[(3,)])
     fused = optim.SGD(array.params)
     array.params[0].grad = torch.eye(2, 3, dtype=torch.float64).to_sparse()
     with pytest.raises(RuntimeError, match="SGD does not support sparse gradients"):
         fused.step()
-
-
-@pytest.mark.parametrize("value", [0.1, 1, [0.1, 0.2], (0.1, 0.2), torch.tensor(0.1), [torch.tensor(0.1)] * 2])
-def test_values_that_make_a_vector(value: Any) -> None:
-    vector = member_vector("lr", value, 2)
-    assert vector.dtype == torch.float64
-    assert vector.shape == (2,)
-
-
-def test_a_vector_copies_as_itself_and_pickles_as_a_tensor() -> None:
-    vector = member_vector("lr", [0.1, 0.2], 2)
-    for copied in (vector.clone(), copy.deepcopy(vector), vector * 2):
-        assert type(copied) is MemberVector
-    loaded = pickle.loads(pickle.dumps(vector))
-    assert type(loaded) is torch.Tensor
-    assert loaded.tolist() == [0.1, 0.2]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "vector"])
@@ -256,12 +323,3 @@ def test_groups_that_are_given_one_tensor_have_vectors_of_their_own(kind: str) -
     opt = optim.SGD([{"params": [param]} for param in Array(2).params[:2]], lr=value)
     opt.param_groups[0]["lr"].mul_(2)
     assert opt.param_groups[1]["lr"].tolist() == value.tolist() == [0.1, 0.2]
-
-
-def test_fill() -> None:
-    vector = member_vector("lr", 0.0, 2)
-    assert vector.fill_(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
-    assert vector.fill_(3.0).tolist() == [3.0, 3.0]
-    assert vector.fill_(torch.tensor(4.0)).tolist() == [4.0, 4.0]
-    with pytest.raises(ValueError, match="cannot write 3 values into a hyper-parameter of 2 members"):
-        vector.fill_(torch.zeros(3))

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 from hfusion import optim
-from hfusion.core.membership import Membership, mark
 from hfusion.optim import native_kernels
 from tests.optim.arrays import (
     CASES,
     ONE_EACH,
-    SHAPES,
     Array,
     Per,
     beside_a_bad_member,
@@ -44,16 +41,6 @@ def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
     fused, alone = start(name, options, array)
     run(array, fused, alone, 6)
     array.assert_equal(rtol=1e-12)
-
-
-@ALL
-def test_many_small_and_large_parameters(name: str, options: dict[str, Any]) -> None:
-    array = Array(4, shapes=[(3,)] * 12 + [(60, 300), (7, 2), (5, 1000)])
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 3)
-    run(array, fused, alone, 2, skip=[0, 12])
-    run(array, fused, alone, 2)
-    array.assert_equal()
 
 
 @ALL
@@ -226,19 +213,6 @@ def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[s
     assert (
         fused.state[shared][next(key for key in fused.state[shared] if key not in fused.numbers)].shape == shared.shape
     )
-
-
-def test_an_unused_shared_parameter_does_no_harm() -> None:
-    array = Array(3, shapes=SHAPES[:1])
-    frozen = mark(Parameter(torch.zeros(2), requires_grad=False), Membership("base", 3, False))
-    fused = optim.Adam([*array.params, frozen], lr=[0.1, 0.2, 0.3])
-    array.draw_grads()
-    fused.step()
-    frozen.grad = torch.ones(2)
-    before = array.params[0].detach().clone()
-    with pytest.raises(ValueError, match=r"parameter 'base' is one tensor for all 3 members, and lr differs"):
-        fused.step()
-    assert torch.equal(array.params[0].detach(), before)
 
 
 @pytest.mark.gpu

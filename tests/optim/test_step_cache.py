@@ -12,22 +12,21 @@ from torch.nn import Parameter
 
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
-from hfusion.optim.hyper import member_vector
 from hfusion.optim.native_kernels import library
 
-MEMBERS = 3
+ROWS = 3
 SHAPES = [(4, 4), (5,), (2, 3)]
 
 Change = Callable[[Any], None]
 
 
 def parameter(index: int, tensor: Tensor) -> Tensor:
-    return mark(Parameter(tensor), Membership(str(index), MEMBERS, True))
+    return mark(Parameter(tensor), Membership(str(index), ROWS, True))
 
 
 def made(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    params = [parameter(index, torch.randn(MEMBERS, *shape)) for index, shape in enumerate(SHAPES)]
+    params = [parameter(index, torch.randn(ROWS, *shape)) for index, shape in enumerate(SHAPES)]
     return getattr(optim, name)(params, lr=[1e-1, 1e-2, 1e-3], **options)
 
 
@@ -65,7 +64,7 @@ def load(opt: Any) -> None:
 
 
 def add_group(opt: Any) -> None:
-    opt.add_param_group({"params": [parameter(9, torch.ones(MEMBERS, 2))], "lr": 0.5})
+    opt.add_param_group({"params": [parameter(9, torch.ones(ROWS, 2))], "lr": 0.5})
 
 
 def lose_gradient(opt: Any) -> None:
@@ -75,28 +74,19 @@ def lose_gradient(opt: Any) -> None:
 ADAM: dict[str, Change] = {
     "nothing": lambda opt: None,
     "lr assigned": assign("lr", 0.3),
-    "lr filled": lambda opt: opt.param_groups[0]["lr"].fill_(0.3),
     "lr of a member": lambda opt: opt.param_groups[0]["lr"].__setitem__(1, 0.3),
     "lr written past torch": lambda opt: opt.param_groups[0]["lr"].numpy().fill(0.3),
-    "lr with other data": lambda opt: move(opt.param_groups[0]["lr"]),
-    "lr in steps": lambda opt: opt.param_groups[0].update(lr=member_vector("lr", 0.2, 2 * MEMBERS)[::2]),
     "another pair": assign("betas", (0.5, 0.6)),
-    "one of the pair": lambda opt: opt.param_groups[0]["betas"][0].fill_(0.5),
-    "weight decay": lambda opt: opt.param_groups[0]["weight_decay"].fill_(0.5),
     "a flag": assign("maximize", True),
     "a state with more": assign("amsgrad", True),
     "a parameter with other data": lambda opt: move(first(opt)),
     "a parameter turned": lambda opt: turn(first(opt)),
     "a state replaced": replace_state,
-    "a state with other data": lambda opt: move(state(opt)["exp_avg"]),
-    "a state written": lambda opt: state(opt)["exp_avg_sq"].add_(1),
     "a count written": lambda opt: state(opt)["step"].add_(5),
-    "a count replaced": lambda opt: state(opt).update(step=torch.full((MEMBERS,), 7.0)),
     "a state loaded": load,
     "a state lost": lambda opt: opt.state.pop(first(opt)),
     "a group added": add_group,
     "a parameter without gradient": lose_gradient,
-    "an order": lambda opt: opt.param_groups[0]["params"].reverse(),
 }
 
 

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfusion.core.errors import FusionError
 from hfusion.core.layout import Conversion, Layout
 from hfusion.device.calibrate import ComputeRates
 from hfusion.ops import RULES
-from hfusion.ops.conv import channels_last
 from hfusion.ops.lowering import Lowering
 from hfusion.ops.rule import Call, RuleTable, Site, Value, values
 from hfusion.ops.saved import FACTORS
@@ -30,7 +28,6 @@ from hfusion.passes.candidates import Result, candidates, conversion, operands, 
 from hfusion.passes.cost.cost import saves
 from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import Choice, choose
-from tests.oracle import Case, member_graph, t
 
 # The chosen layouts cost least: against all choices of small graphs, and in networks as people write them.
 aten = torch.ops.aten
@@ -147,22 +144,6 @@ def _of_shared(graph: fx.Graph, layouts: Sequence[Layout]) -> Iterator[dict[fx.N
             yield choice
 
 
-def test_operators_without_a_layout_are_reported() -> None:
-    case = Case(aten.batch_norm.default, (t(4, 3), t(3), t(3), t(3), t(3), True, 0.1, 1e-5, False))
-    graph = member_graph(case, [torch.ones(4, 3), *[torch.ones(3)] * 4])
-    layouts = [Layout.STACKED] * 3 + [Layout.SHARED] * 2
-    with pytest.raises(FusionError, match="one tensor for all 3 models"):
-        choose(graph, layouts, MEMBERS, RULES, Model.of(graph, MEMBERS))
-
-
-def test_the_choice_lists_the_rejected_lowerings() -> None:
-    case = Case(aten.conv2d.default, (t(2, 4, 6, 6), t(4, 4, 3, 3), t(4)))
-    graph = member_graph(case, [torch.zeros(2, 4, 6, 6), torch.zeros(4, 4, 3, 3), torch.zeros(4)])
-    (choice,) = choose(graph, [Layout.STACKED] * 3, MEMBERS, RULES, Model.of(graph, MEMBERS)).values()
-    assert choice.index == 0
-    assert [lowering.fn for lowering, _ in choice.lost] == [channels_last]
-
-
 # On a GPU the estimates choose what was fastest on an H200, by the times that `contact` wrote there.
 LINES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "contact-h200.json"
 MEMBERS_H200 = 16
@@ -225,11 +206,6 @@ def test_estimates_are_of_the_size_of_the_times(name: str) -> None:
     pairs += [(price, line["others ms"][str(lowering)]) for lowering, price in choice.lost]
     for estimate, milliseconds in pairs:
         assert 1 / FACTOR < (1e3 * estimate + FIXED) / milliseconds < FACTOR
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_two_members_take_one_call(name: str) -> None:
-    assert "loop over members" in {str(lowering) for lowering, _ in chosen(name, members=2).lost}
 
 
 # Which operands autograd keeps for the backward of a product.

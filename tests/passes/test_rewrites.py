@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,9 @@ from torch import Tensor, fx, nn
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.errors import FusionError
-from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program
-from hfusion.core.stages import BrokenProgram
-from hfusion.ops.lowering import View
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import align, plain
-from hfusion.passes.check import check_array, check_member
-from hfusion.passes.regions import Region
 
 # Graphs of members that differ in scalars become one graph; all other differences are reported.
 aten = torch.ops.aten
@@ -226,32 +219,6 @@ class Counting(nn.Module):
         return F.leaky_relu(before * self.seen, self.slope)
 
 
-def program_of(fused: hf.FusedModule) -> Program:
-    return fused.report().parts[0].program
-
-
-def regions_run(module: fx.GraphModule, program: Program, fused: hf.FusedModule, x: Tensor) -> list[Tensor]:
-    """Outputs, then the buffers as the run leaves them."""
-    state = copy.deepcopy(dict(fused.state_dict()))
-    inputs = [x if slot.kind is Kind.INPUT else state[slot.name] for slot in program.slots]
-    outputs = module(*inputs)
-    return [*outputs, *(state[slot.name] for slot in program.slots if slot.kind is Kind.BUFFER)]
-
-
-@pytest.mark.parametrize(("model", "count"), [(Chain, 2), (Twice, 2), (Counting, 1)])
-def test_regions_change_nothing(model: type[nn.Module], count: int) -> None:
-    models = [model(0.1 * (b + 1)) for b in range(3)]  # type: ignore[call-arg]
-    fused, x = hf.fuse(models), torch.randn(4, 6)
-    fused(x)
-    program = program_of(fused)
-    regions = [m for m in program.code.modules() if isinstance(m, Region)]
-    assert len(regions) == count
-    for a, b in zip(
-        regions_run(program.module, program, fused, x), regions_run(program.code, program, fused, x), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("model", [Chain, Twice, Counting])
 def test_regions_equal_the_members(model: type[nn.Module]) -> None:
     models = [model(0.1 * (b + 1)).double() for b in range(3)]  # type: ignore[call-arg]
@@ -277,82 +244,6 @@ def program() -> Program:
     fused = hf.fuse([Net() for _ in range(3)], verify=False)
     fused(torch.randn(5, 4))
     return fused.report().parts[0].program
-
-
-def node(module: fx.GraphModule, name: str) -> fx.Node:
-    return next(n for n in module.graph.nodes if "origin" in n.meta and name in str(n.meta["origin"].target))
-
-
-def wrong_shape(module: fx.GraphModule) -> None:
-    node(module, "relu").meta["example"] = torch.empty(5, 3)
-
-
-def wrong_dtype(module: fx.GraphModule) -> None:
-    node(module, "relu").meta["example"] = torch.empty(5, 4, dtype=torch.float64)
-
-
-def wrong_layout(module: fx.GraphModule) -> None:
-    relu = node(module, "relu")
-    relu.meta.update(layout=Layout.SHARED, lowering=replace(relu.meta["lowering"], layout=Layout.SHARED))
-
-
-def no_lowering(module: fx.GraphModule) -> None:
-    del node(module, "relu").meta["lowering"]
-
-
-def another_function(module: fx.GraphModule) -> None:
-    node(module, "relu").target = torch.sigmoid
-
-
-def denied_view(module: fx.GraphModule) -> None:
-    turned = node(module, "mT")
-    turned.meta["lowering"] = replace(turned.meta["lowering"], view=View.NEVER)
-
-
-def no_view(module: fx.GraphModule) -> None:
-    relu = node(module, "relu")
-    relu.meta["lowering"] = replace(relu.meta["lowering"], view=View.ALWAYS)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (wrong_shape, "relu_default gives .*3, 5, 4.*it must give .*3, 5, 3"),
-        (wrong_dtype, "must give .*float64"),
-        (wrong_layout, "shared of 3 members, it must give"),
-        (no_lowering, "relu_default tells no lowering"),
-        (another_function, "calls .*sigmoid"),
-        (denied_view, "shares memory with an operand"),
-        (no_view, "is a copy"),
-    ],
-)
-def test_a_broken_array_is_reported(fault: Callable[[fx.GraphModule], None], message: str) -> None:
-    module = program().module
-    check_array(module, 3)
-    fault(module)
-    with pytest.raises(BrokenProgram, match=message):
-        check_array(module, 3)
-
-
-def member(target: object, *, val: bool = True) -> fx.Graph:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    call = graph.call_function(target, (x, x))  # type: ignore[arg-type]
-    graph.output((call,))
-    for operand in (x, call) if val else (x,):
-        operand.meta["val"] = torch.empty(2, 3)
-    return graph
-
-
-def test_a_broken_member_is_reported() -> None:
-    check_member(member(aten.add.Tensor), ())
-    check_member(member(aten.copy_.default), ("x",))
-    with pytest.raises(BrokenProgram, match="writes to what is no buffer"):
-        check_member(member(aten.copy_.default), ())
-    with pytest.raises(BrokenProgram, match="writes to what is no buffer"):
-        check_member(member(aten.add_.Tensor), ("x",))
-    with pytest.raises(BrokenProgram, match="has no example of its value"):
-        check_member(member(aten.add.Tensor, val=False), ())
 
 
 def test_every_stage_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,32 +81,6 @@ def test_records_follow_members() -> None:
     assert twin.best.scores[row] == 2.0
 
 
-def test_records_are_saved(tmp_path: Path) -> None:
-    pops = [population(3, tags=list(tags)) for tags in ("abc", "def")]
-    pop = pops[0]
-    pop.best.update([1.0, math.nan, 3.0])
-    expected = [shot(pop, row) for row in range(3)]
-    for trained_pop in pops:
-        trained_pop.step(*batch(1))
-    pop.stop(0)
-    for number, trained_pop in enumerate(pops):
-        trained_pop.save(tmp_path / str(number))
-
-    def load(*folders: str, **options: Any) -> hf.Population:
-        return hf.Population.load([tmp_path / name for name in folders], normed, **OPTIONS, **options)
-
-    whole = load("0")
-    assert whole.tags == [None, "b", "c"]
-    torch.testing.assert_close(whole.best.scores, pop.best.scores, equal_nan=True)
-    assert whole.best.waited.tolist() == [0, 1, 0]
-    same(whole.best[2], expected[2])
-    merged = load("1", "0", tags=["d", "c", "e", "b"])
-    assert merged.best.ages.tolist() == [-1, 0, -1, -1]
-    same(merged.best[1], expected[2])
-    other = {**OPTIONS, "optimizer": lambda params: hf.optim.Adam(params, lr=0.5)}
-    assert hf.Population.load(tmp_path / "1", normed, **other).best.scores.isnan().all()
-
-
 def test_patience_restores_the_best() -> None:
     pop = population(3, tags=list("abc"))
     patience = hf.Patience(2, restore_best=True, mode="max")
@@ -150,33 +122,3 @@ def test_patience_counts_as_lightning(mode: Any, patience: int, restore: bool) -
         assert over - ended == {row for row, stops in enumerate(judged) if stops} - ended
         ended |= over
     assert len(ended) > 10
-
-
-WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
-    "metrics": (lambda pop: pop.best.update([1.0]), "1 metrics for a population of 2 rows"),
-    "mode": (lambda pop: pop.best.update([1.0, 1.0], mode="least"), "mode='least'"),  # type: ignore[arg-type]
-    "row": (lambda pop: pop.best.restore(5), "5 is no row"),
-    "free": (lambda pop: pop.best[1], "row 1 is free"),
-    "patience": (lambda pop: hf.Patience(-1), "patience=-1"),
-    "least": (lambda pop: hf.Patience(1, least=math.nan), "least=nan"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors(name: str) -> None:
-    pop = population(2)
-    pop.stop(1)
-    call, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        call(pop)
-
-
-@pytest.mark.parametrize("other", [normed, lambda: nn.Linear(5, 3).double()], ids=["alike", "unlike"])
-def test_a_copy_of_a_member_without_a_record_has_none(other: Callable[[], nn.Module]) -> None:
-    pop = hf.Population([normed(), other()], **OPTIONS)
-    pop.best.update([0.5, 0.25])
-    pop.best.clear(0)
-    pop.copy(0, 1)
-    assert pop.best.scores.isnan().all()
-    with pytest.raises(ValueError, match="no best weights"):
-        pop.best[1]

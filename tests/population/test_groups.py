@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.optim import lr_scheduler as schedules
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import hfusion as hf
 
@@ -87,64 +85,6 @@ def test_groups_say_who_is_together_and_why() -> None:
     assert "array of rows 0, 2" in repr(pop)
 
 
-def test_forwards_that_differ_part_an_array_of_twins() -> None:
-    pop = population(["tanh", "relu", "tanh"])
-    assert len(pop.groups) == 1
-    train(pop, 3)
-    assert [(group.kind, group.rows) for group in pop.groups] == [("array", (0, 2)), ("plain", (1,))]
-
-
-class Noisy(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(F.dropout(self.first(x), 0.5, self.training))
-        return out
-
-
-def test_random_numbers_of_a_member_depend_on_no_other_group() -> None:
-    def trained(widths: list[int]) -> list[Tensor]:
-        torch.manual_seed(0)
-        models = {width: Noisy(width) for width in (4, 5, 6, 7)}
-        pop = hf.Population(
-            [models[width] for width in widths],
-            optimizer=adamw(0.1),
-            loss=F.cross_entropy,
-            compile=False,
-            tags=[str(width) for width in widths],
-        )
-        torch.manual_seed(1)
-        for _ in range(3):
-            pop.step(torch.ones(6, 5), torch.zeros(6, dtype=torch.int64))
-        members: list[Any] = [pop.models[pop.row(tag)] for tag in ("6", "7")]
-        return [member.last.weight for member in members]
-
-    for actual, expected in zip(trained([4, 5, 6, 7]), trained([7, 6]), strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_members_of_unlike_populations_merge(tmp_path: Path) -> None:
-    members = []
-    for number, kinds in enumerate((["narrow", "narrow"], ["wide", "narrow"])):
-        pop = population(kinds, tags=[f"{number} {kind} {i}" for i, kind in enumerate(kinds)])
-        train(pop, 2 + number)
-        pop.save(tmp_path / str(number))
-        members += [state(member) for member in pop.models]
-    merged = hf.Population.load(
-        [tmp_path / "0", tmp_path / "1"],
-        lambda tag: model(tag.split()[1]),
-        optimizer=adamw(0.01),
-        loss=F.cross_entropy,
-        compile=False,
-    )
-    assert [(group.kind, group.rows) for group in merged.groups] == [("array", (0, 1, 3)), ("plain", (2,))]
-    for member, expected in zip(merged.models, members, strict=True):
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in state(member).items())
-    train(merged, 1)
-
-
 def state(member: nn.Module | None) -> dict[str, Tensor]:
     assert member is not None
     return {name: tensor.clone() for name, tensor in member.state_dict().items()}
@@ -200,44 +140,6 @@ def test_an_evaluation_is_in_eval_mode_and_changes_no_member() -> None:
         torch.testing.assert_close(value, F.cross_entropy(copy.deepcopy(member).eval()(x), y))
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "row": ({"row": 0}, "row 0 is taken by 'member 0'"),
-    "tag": ({"tag": "member 1"}, "is the name of the member in row 1"),
-    "rate": ({"lr": -1.0}, "must be finite and at least 0"),
-    "missing": ({}, "lr"),
-    "scheduler": ({"lr": 0.1, "scheduler": lambda o: schedules.StepLR(o, 2)}, "this population has none"),
-    "limit": ({"lr": 0.1, "clip_norm": 1.0}, "this population has no clip_norm"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_failed_start_adds_no_member(name: str) -> None:
-    arguments, words = WRONG[name]
-    pop = population(["narrow", "wide"], optimizer=adamw([0.01, 0.02]))
-    with pytest.raises(ValueError, match=words):
-        pop.start(arguments.get("row"), model("linear"), **{key: v for key, v in arguments.items() if key != "row"})
-    assert pop.tags == ["member 0", "member 1"]
-    train(pop, 1)
-
-
-def test_a_trained_base_of_members_is_refused() -> None:
-    base = nn.Linear(5, 5)
-    models = [nn.Sequential(base, nn.Linear(5, 3)), nn.Sequential(base, nn.Tanh(), nn.Linear(5, 3))]
-    with pytest.raises(hf.FusionError, match=r"0\.weight of model 0 and 0\.weight of model 1 are one tensor"):
-        hf.Population(models, optimizer=adamw(0.1), loss=F.cross_entropy)
-    twins = [nn.Sequential(base, nn.Linear(5, 3)) for _ in range(2)]
-    with pytest.raises(hf.FusionError, match=r"0\.weight is one parameter that all members train"):
-        hf.Population(twins, optimizer=adamw(0.1), loss=F.cross_entropy)
-
-
-def test_a_frozen_base_of_unlike_members_lies_in_memory_once() -> None:
-    base = nn.Linear(5, 5).requires_grad_(False)
-    models = [nn.Sequential(base, nn.Linear(5, 3)), nn.Sequential(base, nn.Tanh(), nn.Linear(5, 3))]
-    pop = hf.Population(models, optimizer=adamw(0.1), loss=F.cross_entropy, compile=False)
-    pop.step(torch.ones(2, 5), torch.tensor([0, 1]))
-    assert {member[0].weight.data_ptr() for member in pop.models} == {base.weight.data_ptr()}  # type: ignore[index]
-
-
 # Members that join later, however they come, train under each option of their population as they would alone.
 DOUBLE = torch.float64
 
@@ -249,18 +151,6 @@ def net() -> nn.Module:
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return 10 * torch.randn(6, 4, dtype=DOUBLE, generator=generator), torch.randint(3, (6,), generator=generator)
-
-
-def half(optimizer: Any) -> Any:
-    return StepLR(optimizer, 2, 0.5)
-
-
-def plateau(optimizer: Any) -> Any:
-    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-
-
-def joining_population(options: dict[str, Any], models: list[nn.Module]) -> hf.Population:
-    return hf.Population(models, **arguments(options))
 
 
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -275,39 +165,6 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(kind: Any, params: Any) -> Any:
     return kind(params, lr=0.2)
-
-
-UNLIKE: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "clip_norm": ({"clip_norm": [1.0, 2.0]}, "clip_norm differs between the members", {"clip_norm": math.inf}),
-    "clip_value": ({"clip_value": [1.0, 2.0]}, "clip_value differs between the members", {"clip_value": 3.0}),
-    "scheduler": ({"scheduler": [half, plateau]}, "the members' schedules differ", {"scheduler": half}),
-    "rate": (
-        {"optimizer": lambda kind, params: kind(params, lr=[0.1, 0.2])},
-        "lr differs between the members",
-        {"lr": 0.3},
-    ),
-    "scale": ({"scaler": {"init_scale": [2.0, 4.0]}}, "init_scale of the GradScaler differs", {}),
-}
-
-
-@pytest.mark.parametrize("after", ["begin", "copy", "load"])
-@pytest.mark.parametrize("name", UNLIKE)
-def test_what_differed_at_the_begin_is_asked_for(name: str, after: str, tmp_path: Path) -> None:
-    """Also where members are alike by now."""
-    options, words, more = UNLIKE[name]
-    pop = joining_population(options, [net(), net()])
-    if after == "copy":
-        pop.copy(0, 1)
-    if after == "load":
-        pop.save(tmp_path)
-        alike = {"rate": {}, "scale": {"scaler": {}}, "scheduler": options}.get(name, {})
-        pop = hf.Population.load(tmp_path, net, **arguments(alike))
-    with pytest.raises(ValueError, match=words):
-        pop.start(None, net())
-    assert pop.tags == ["member 0", "member 1"]
-    if more:
-        pop.start(None, net(), **more)
-        pop.step(*batch(0))
 
 
 # What the user changes in a plain member is trained, unless its optimizer has other parameters.

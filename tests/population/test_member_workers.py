@@ -189,9 +189,3 @@ def test_members_stay_if_they_must() -> None:
     for step in range(4):
         pop.step(*batch(step))
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("wrong", [-1, 1.5, "two"])
-def test_processes_must_be_a_number(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="processes="):
-        population(wrong)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,37 +152,6 @@ def test_members_age_by_their_own_updates_and_a_bad_one_keeps_its_statistics() -
     assert not torch.equal(means[1], before[1])
 
 
-REFUSED: dict[str, tuple[Callable[[hf.Population], object], type[Exception], str]] = {
-    "no rows": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "is empty"),
-    "twice": (lambda pop: pop.step(*batches(1), rows=[1, 1]), ValueError, "row 1 comes 2 times"),
-    "free": (lambda pop: pop.step(*batches(1), rows=[3]), ValueError, "row 3 is free"),
-    "no row": (lambda pop: pop.step(*batches(1), rows=[9]), ValueError, "is no row of an array of 4"),
-    "mask": (lambda pop: pop.step(*batches(1), rows=torch.tensor([True, False])), ValueError, "is no row"),  # type: ignore[arg-type]
-    "all entries": (
-        lambda pop: pop.step(*(hf.stacked(part) for part in batches(4)), rows=[0, 1]),
-        ValueError,
-        r"holds 4 entries, and rows=\[0, 1\] names 2 members: give one entry for each",
-    ),
-    "no calls": (lambda pop: pop.start(3, normed(), accumulate=0), ValueError, "accumulate=0: at least one call"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_rows_are_refused(name: str) -> None:
-    pop = hf.Population(
-        [normed() for _ in range(4)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=F.cross_entropy,
-        compile=False,
-    )
-    pop.stop(3)
-    act, error, words = REFUSED[name]
-    before = copy.deepcopy(pop.fused.state_dict())
-    with pytest.raises(error, match=words):
-        act(pop)
-    assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
-
-
 def values(count: int) -> Tensor:
     return torch.randn(count, 3, dtype=DOUBLE)
 
@@ -201,31 +169,6 @@ def test_a_removed_sample_spoils_nothing() -> None:
     losses = pop.step(x, y, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert bool(losses.isfinite().all())
     assert not pop.frozen
-
-
-REFUSED_SAMPLE_WEIGHTS: dict[str, tuple[Callable[..., Any], Any, str]] = {
-    "negative": (F.mse_loss, torch.tensor([1.0, -1.0]), "at least 0"),
-    "infinite": (F.mse_loss, torch.tensor([1.0, torch.inf]), "finite"),
-    "all removed": (F.mse_loss, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), "member 1 are 0 for all"),
-    "members": (F.mse_loss, torch.ones(3, 2), "3 rows for 2 members"),
-    "dims": (F.mse_loss, torch.ones(2, 2, 1), r"\[2, 2, 1\]"),
-    "samples": (F.mse_loss, torch.ones(3), "3 weights for losses of shape"),
-    "one value": (lambda output, target: (output - target).square().mean(), torch.ones(2), "takes reduction="),
-    "lengths": (nn.CTCLoss(), torch.ones(2), "ctc_loss"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_SAMPLE_WEIGHTS)
-def test_refused(name: str) -> None:
-    loss, weights, message = REFUSED_SAMPLE_WEIGHTS[name]
-    pop = hf.Population(
-        [nn.Linear(4, 3).double() for _ in range(2)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=loss,
-        compile=False,
-    )
-    with pytest.raises(ValueError, match=message):
-        pop.step(torch.randn(2, 4, dtype=DOUBLE), values(2), weights=weights)
 
 
 # Loaders of own lengths and epochs: each member trains as if alone, and small last batches are one step.
@@ -263,17 +206,6 @@ def test_members_with_loaders_of_their_own_equal_members_alone(kind: str) -> Non
         for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
     assert pop.ages.tolist() == [6, 2, 3, 6, 4]
-
-
-BATCH = (torch.zeros(2, 3), torch.zeros(2))
-
-
-def test_rounds() -> None:
-    loaders = [[BATCH] * 2, [BATCH], [(torch.zeros(1, 3), torch.zeros(1))]]
-    rounds = [rows for *_, rows in hf.zip_loaders(loaders, epochs=[1, 1, 2], rows=[4, 0, 2])]
-    assert rounds == [[4, 0], [4], [2], [2]]
-    assert list(hf.zip_loaders([])) == []
-    assert list(hf.zip_loaders([[BATCH]], epochs=0)) == []
 
 
 # ``hf.Population(..., memory=)``: groups and updates of several calls, against the members alone in float64.
@@ -327,16 +259,3 @@ def test_members_train_as_alone(size: int, accumulate: Any) -> None:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(pop.fused.state_dict()[name][b], value, rtol=1e-9, atol=1e-11)
     assert f"{size} of 5 at a time" in str(pop.array._step.report())
-
-
-def test_groups_share_the_memory() -> None:
-    """Memory held by other groups is not available to a group's blocks."""
-    torch.manual_seed(0)
-    models = [net(), net(), net(), net(6), net(6)]
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    wide = memory_for(models[:3], x, 2, 0)
-    other = hf.fuse(copy.deepcopy(models[3:]))
-    pop = population(models, wide + state_bytes(other, hf.optim.Adam(other.parameters(), lr=0.1)))
-    assert [group.kind for group in pop.groups] == ["array", "array"]
-    expected = torch.stack([F.mse_loss(model(x), y) for model in models]).detach()
-    torch.testing.assert_close(pop.step(x, y), expected, rtol=1e-9, atol=0)

@@ -7,19 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LinearLR
 
 import hfusion as hf
-from hfusion.checkpoint.files import saves
-from hfusion.core.row_indices import Widths
 
 # A population: members that train, leave, join and are copied equal torch.optim alone, and none disturbs another.
 DOUBLE = torch.float64
@@ -155,71 +150,6 @@ def test_compiled_members_draw_by_their_keys() -> None:
         torch.testing.assert_close(first, second, rtol=1e-11, atol=0)
 
 
-def test_rows_come_in_blocks() -> None:
-    widths = Widths(64)
-    wide = [widths.of(members) for members in range(1, 65)]
-    assert all(rows >= members for members, rows in enumerate(wide, start=1))
-    assert sum(wide) / sum(range(1, 65)) < 1.12
-    assert {widths.at_once(rows) for rows in wide} == {None, 8, 1}
-    assert widths.of(65) == 72
-    assert [Widths(1).of(members) for members in (0, 1, 2)] == [1, 1, 2]
-
-
-def test_hyper_parameters_are_live() -> None:
-    models = [nn.Linear(4, 3).double() for _ in range(3)]
-
-    def two_groups(params: Any) -> Any:
-        weight, bias = params
-        return hf.optim.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=[0.1, 0.2, 0.3])
-
-    pop = hf.Population(models, optimizer=two_groups, loss=F.cross_entropy, compile=False)
-    pop.hparams["lr"][[0, 2]] *= 2.0
-    assert pop.hparams["lr"].tolist() == [0.2, 0.2, 0.6]
-    assert pop.optimizer.param_groups[1]["lr"].tolist() == [0.2, 0.2, 0.6]
-    pop.hparams["weight_decay"][1] = 0.5
-    assert pop.hparams["weight_decay"].tolist() == [0.01, 0.5, 0.01]
-    assert pop.optimizer.param_groups[1]["weight_decay"].tolist() == [0.0, 0.0, 0.0]
-    pop.optimizer.param_groups[1]["lr"][2] = 0.9
-    with pytest.raises(ValueError, match="lr differs between the param groups"):
-        pop.hparams["lr"][2]
-    pop.hparams["betas"] = ([0.8, 0.9, 0.7], 0.99)
-    assert pop.optimizer.param_groups[1]["betas"][0].tolist() == [0.8, 0.9, 0.7]
-    assert set(pop.hparams) == {"lr", "betas", "eps", "weight_decay"}
-    with pytest.raises(KeyError, match="'rate' is no hyper-parameter of AdamW"):
-        pop.hparams["rate"]
-    pop.step(*batch())
-
-
-WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
-    "free": (lambda pop: pop.stop(1), "row 1 is free; members are in rows"),
-    "twice": (lambda pop: pop.stop([0, 0]), "row 0 comes 2 times"),
-    "taken": (lambda pop: pop.start(0, net()), "row 0 is taken by 'member 0': stop it first"),
-    "name": (lambda pop: pop.start(1, net(), tag="member 2", lr=0.1), "is the name of the member in row 2"),
-    "rate": (lambda pop: pop.start(1, net()), "lr differs between the members: say what it is for those that join"),
-    "scheduler": (
-        lambda pop: pop.start(1, net(), scheduler=lambda o: LinearLR(o)),
-        "this population has none",
-    ),
-    "limit": (lambda pop: pop.start(1, net(), clip_norm=1.0), "this population has no clip_norm"),
-    "copy": (lambda pop: pop.copy(1, 0), "row 1 is free"),
-    "rows": (lambda pop: pop.copy(0, 7), "7 is no row of an array of 3 members"),
-    "grow": (lambda pop: pop.grow(0), "grow by 0"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_change_nothing(name: str) -> None:
-    models = [net() for _ in range(3)]
-    pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=[0.1, 0.2, 0.3]), loss=F.cross_entropy)
-    pop.stop(1)
-    tags, lineage = pop.tags, pop.lineage
-    act, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        act(pop)
-    assert (pop.tags, pop.lineage) == (tags, lineage)
-    assert len(pop) == 3
-
-
 @pytest.mark.filterwarnings("ignore:.* runs eagerly, exact but slower")
 def test_what_a_member_draws_does_not_depend_on_the_modes_of_others() -> None:
     def losses(evaluated: int) -> list[float]:
@@ -258,26 +188,6 @@ def test_a_thread_that_copies_waits_for_one_that_steps() -> None:
     assert torch.equal(*pop.fused.get_parameter("weight"))
 
 
-def test_options_that_are_none() -> None:
-    def make(**options: Any) -> hf.Population:
-        defaults: dict[str, Any] = {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1), "loss": F.cross_entropy}
-        return hf.Population([net(), net()], **{**defaults, **options})
-
-    for options, words in (
-        ({"on_nonfinite": "stop"}, 'it is "freeze", "raise" or "ignore"'),
-        ({"accumulate": 0}, "accumulate=0"),
-        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "gave SGD, whose state has no rows"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "must be a function that makes one .*, got SGD"),
-        ({"loss": "mse"}, "the loss must be a function, .* got str"),
-        ({"tags": ["a"]}, "1 tags for 2 models"),
-        ({"tags": ["a", "a"]}, "tag='a' is the name of the member in row 0"),
-        ({"clip_norm": -1.0}, "every limit must be at least 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make(**options)
-    assert repr(make()) == "Population(Sequential, SGD, 2 members in 2 rows, step 0)"
-
-
 # Rows however they are given; and what fails leaves a population as it was.
 def rows_net(inputs: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
@@ -290,62 +200,6 @@ def population(members: int = 4, **options: Any) -> hf.Population:
 
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2])
-
-SEVERAL: list[Callable[[], Any]] = [
-    lambda: [1, 2],
-    lambda: np.array([1, -2]),
-    lambda: torch.tensor([1, 2]),
-    lambda: range(1, 3),
-    lambda: (row for row in (1, 2)),
-    lambda: [np.int64(1), torch.tensor(2)],
-]
-
-
-@pytest.mark.parametrize("rows", SEVERAL)
-def test_several_rows(rows: Callable[[], Any]) -> None:
-    pop = population()
-    stopped = pop.stop(rows())
-    assert isinstance(stopped, list)
-    assert (len(stopped), pop.tags) == (2, ["member 0", None, None, "member 3"])
-    assert pop.start(rows(), stopped) == [1, 2]
-    assert pop.tags == ["member 0", "member 4", "member 5", "member 3"]
-    pop.copy(rows(), [3, 0])
-
-
-@pytest.mark.parametrize("row", [2, -2, np.int64(2), np.array(2), torch.tensor(2)])
-def test_one_row(row: Any) -> None:
-    pop = population()
-    stopped = pop.stop(row)
-    assert isinstance(stopped, nn.Module)
-    assert pop.tags[2] is None
-    assert pop.start(row, stopped) == 2
-    pop.copy(row, 0)
-
-
-WRONG_ROWS: dict[str, tuple[Callable[[hf.Population], object], str]] = {
-    "rate": (lambda pop: pop.start(None, rows_net(), lr=-1.0), "is -1.0: it must be finite and at least 0"),
-    "tag": (lambda pop: pop.start(None, rows_net(), tag="member 0"), "is the name of the member in row 0"),
-    "surrogate": (lambda pop: pop.start(None, rows_net(), tag="\ud800"), "letters that no file can hold"),
-    "number as tag": (
-        lambda pop: pop.start(None, rows_net(), tag=3),
-        "tag must be one str, or one for each row, got 3",
-    ),  # type: ignore[arg-type]
-    "no model": (lambda pop: pop.start(None, None), "model must be one Module, or one for each row, got None"),  # type: ignore[arg-type]
-    "part of a row": (lambda pop: pop.grow(1.5), "grow by 1.5"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("name", WRONG_ROWS)
-def test_nobody_joins_where_it_fails(name: str) -> None:
-    pop = population()
-    pop.step(*BATCH)
-    before = {key: value.clone() for key, value in pop.fused.state_dict().items()}
-    act, words = WRONG_ROWS[name]
-    with pytest.raises((ValueError, hf.FusionError), match=words):
-        act(pop)
-    assert pop.tags == [f"member {row}" for row in range(4)]
-    assert all(torch.equal(before[key], value) for key, value in pop.fused.state_dict().items())
-    assert pop.step(*BATCH).isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"scaler": True}, {"compile": True}])
@@ -371,59 +225,3 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any]) -> None:
 
     for actual, expected in zip(run(True), run(False), strict=True):
         assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        (lambda output, target: 1j, "complex"),
-        (lambda output, target: 1 / 0, "division by zero"),
-    ],
-)
-def test_a_metric_that_is_none_is_told_with_its_member(metric: Any, words: str) -> None:
-    pop = population(2, tags=["a", "b"])
-    with pytest.raises((ValueError, ZeroDivisionError), match=words) as raised:
-        pop.evaluate(metric, [BATCH])
-    assert raised.value.__notes__ == ["This is of the metric of member 'a' in row 0."]
-
-
-# Copies of populations, and saves while other threads or processes train or save.
-def test_a_save_is_of_one_step_whoever_trains_meanwhile(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "optimizer": lambda params: hf.optim.SGD(params, lr=0.1, momentum=0.5),
-        "loss": F.mse_loss,
-        "compile": False,
-    }
-
-    def make() -> nn.Module:
-        return nn.Linear(64, 64, bias=False)
-
-    pop, over, errors = hf.Population([make() for _ in range(4)], **options), threading.Event(), list[BaseException]()
-
-    def save() -> None:
-        try:
-            while not over.is_set():
-                pop.save(tmp_path, keep=1000)
-        except BaseException as error:
-            errors.append(error)
-
-    def state(source: hf.Population) -> list[torch.Tensor]:
-        entry = source.optimizer.state[source.fused.weight]
-        return [source.fused.weight.detach().clone(), *(entry[key].clone() for key in sorted(entry))]
-
-    x, y = torch.randn(8, 64), torch.randn(8, 64)
-    pop.step(x, y)
-    (thread := threading.Thread(target=save)).start()
-    states = {}
-    while len(saves(tmp_path)) < 6 and pop.steps < 10000:
-        states[pop.steps] = state(pop)
-        pop.step(x, y)
-    over.set()
-    thread.join()
-    assert not errors
-    paths = saves(tmp_path)
-    assert len(paths) >= 6
-    for path in paths[:6]:
-        loaded = hf.Population.load(path, make, **options)
-        if loaded.steps in states:
-            assert all(torch.equal(a, b) for a, b in zip(state(loaded), states[loaded.steps], strict=True))

@@ -68,21 +68,6 @@ def test_some_members_and_the_members_of_two(tmp_path: Path) -> None:
         hf.Population.load(tmp_path / "0", Net, tags=["nobody"], **OPTIONS)
 
 
-def test_one_member_in_a_plain_model(tmp_path: Path) -> None:
-    pop = population(3)
-    train(pop, Batches(), 2)
-    pop.save(tmp_path, extra={"note": "x"})
-    model = Net()
-    loaded = hf.load(tmp_path, model, tags=["net 0.1"], random=False)
-    assert (loaded.tags, loaded.step, loaded.extra) == (["net 0.1"], 2, {"note": "x"})
-    member = pop.models[1]
-    assert member is not None
-    for (name, value), expected in zip(model.state_dict().items(), member.state_dict().values(), strict=True):
-        assert torch.equal(value, expected), name
-    with pytest.raises(hf.CheckpointError, match="say which one the model shall be"):
-        hf.load(tmp_path, model)
-
-
 def test_pieces_alone(tmp_path: Path) -> None:
     """A fused module with an optimizer, a torch scheduler and a scaler, in a hand-written training loop."""
     base = nn.Linear(4, 4).requires_grad_(False)
@@ -131,22 +116,6 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         pop.save(tmp_path, keep=2, score=score)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{n:012d}" for n in (2, 4, 5)]
     assert pop.save(tmp_path, keep=2, wait=False).result().name == "save-000000000006"
-
-
-def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pop, may_write, write = population(2), Event(), files.write
-    train(pop, Batches(), 1)
-    monkeypatch.setattr(
-        files, "write", lambda *args, **options: write(*args, **options) if may_write.wait(60) else None
-    )
-    before = copy.deepcopy(pop)
-    saving = pop.save(tmp_path, wait=False)
-    train(pop, Batches(), 2)
-    may_write.set()
-    saving.result()
-    assert same(before, hf.Population.load(tmp_path, Net, **OPTIONS))
 
 
 def test_a_save_in_the_background_holds_a_layer_of_all_members_as_it_was(

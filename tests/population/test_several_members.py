@@ -5,21 +5,17 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 import hfusion as hf
 from tests.acts.zoo import ZOO
-from tests.array.test_member_functions import Tensors, loop, model, project, unit_norm
 from tests.population.test_groups import adamw
 from tests.population.test_groups import model as unlike_model
-from tests.step.test_train_step import needs_compiler
 
 # The average of members is that of their state dicts, and federated averaging is that of a loop over clients.
 DOUBLE = torch.float64
@@ -86,90 +82,11 @@ def test_the_mean_of_members(kind: str, weighted: bool) -> None:
     close(swapped.state_dict(), mean([before[3], before[0]], [2.0, 6.0]))
 
 
-def test_integers_are_those_of_the_last_as_of_averaged_models() -> None:
-    pop = population("batch norm", 2)
-    pop.fused[0].get_buffer("1.num_batches_tracked").fill_(17)
-    torch_average = AveragedModel(pop.fused[1])
-    torch_average.update_parameters(pop.fused[1])
-    torch_average.update_parameters(pop.fused[0])
-    averaged = pop.average([1, 0])
-    assert isinstance(averaged, nn.Module)
-    for (name, actual), expected in zip(averaged.named_parameters(), torch_average.module.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, msg=name)
-    assert (
-        averaged.get_buffer("1.num_batches_tracked") == torch_average.module.get_buffer("1.num_batches_tracked") == 17
-    )
-
-
-# Functions of one member in a population: active members are written; stopped, frozen or overflowing ones are not.
-RATES = [0.01, 0.02, 0.03, 0.04]
-
-
-def each_batch(seed: int) -> Tensor:
-    return torch.randn(7, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
-
-
-def each_population(**options: Any) -> tuple[hf.Population, list[nn.Module]]:
-    models = [model(seed) for seed in range(4)]
-    pop = hf.Population(
-        models,
-        optimizer=lambda params: hf.optim.Adam(params, lr=RATES),
-        loss=F.mse_loss,
-        compile=False,
-        **options,
-    )
-    return pop, copy.deepcopy(models)
-
-
 def equal(pop: hf.Population, models: list[nn.Module], rows: list[int]) -> None:
     for row in rows:
         actual, expected = pop.fused[row].state_dict(), models[row].state_dict()
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12)
-
-
-def state(pop: hf.Population, row: int) -> Tensors:
-    return {name: value.clone() for name, value in pop.fused[row].state_dict().items()}
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_hooks_of_a_step_equal_the_loop(accumulate: int) -> None:
-    """Gradients are projected before they are clipped, and decoders are normed after the step."""
-    pop, models = each_population(accumulate=accumulate, clip_norm=0.05)
-    pop.register_gradient_hook(project)
-    pop.optimizer.register_step_post_hook(hf.each(unit_norm).step_hook(pop))
-    optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in zip(models, RATES, strict=True)]
-    for update in range(4):
-        for member, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            for part in range(accumulate):
-                x = each_batch(10 * update + part)
-                (F.mse_loss(member(x), x) / accumulate).backward()
-            loop(project, [member])
-            nn.utils.clip_grad_norm_(member.parameters(), 0.05)
-            optimizer.step()
-            loop(unit_norm, [member])
-        for part in range(accumulate):
-            x = each_batch(10 * update + part)
-            pop.step(x, x)
-        if update == 1:
-            pop.stop(2)
-    equal(pop, models, [0, 1, 3])
-
-
-def test_a_member_that_overflows_under_a_scaler_is_left_alone() -> None:
-    pop, _ = each_population(scaler=hf.optim.GradScaler(init_scale=[1.0, 1e308, 1.0, 1.0]))
-    pop.register_gradient_hook(project)
-    pop.optimizer.register_step_post_hook(hf.each(unit_norm).step_hook(pop))
-    before = [state(pop, row) for row in range(4)]
-    pop.step(each_batch(0) * 1e3, each_batch(1))
-    after = [state(pop, row) for row in range(4)]
-    unchanged = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(before, after, strict=True)]
-    assert unchanged == [False, True, False, False]
-
-
-# An ensemble gives the moments of its members' outputs, also exported; selection equals that of a plain loop.
-BATCHES = [(torch.randn(6, 4, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1, 2]))]
 
 
 def net() -> nn.Module:
@@ -215,48 +132,6 @@ def test_moments_are_those_of_the_members(name: str, softmax: int | None) -> Non
     twin = hf.Ensemble(hf.fuse([net() for _ in models]), WEIGHTS[name], softmax=softmax).eval()
     twin.load_state_dict(ensemble.state_dict())
     ensemble_close(twin(x), ensemble(x))
-
-
-@needs_compiler
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_package_serves_any_batch(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    ensemble = hf.Ensemble(hf.fuse([net() for _ in range(3)]), [1, 2, 1], softmax=-1).eval()
-    x = torch.randn(5, 4, dtype=DOUBLE)
-    program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "ensemble.pt2"))
-    served = torch._inductor.aoti_load_package(package)
-    for samples in (2, 9):
-        x = torch.randn(samples, 4, dtype=DOUBLE)
-        ensemble_close(tuple(served(x)), ensemble(x))
-
-
-WRONG: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
-    "count": (lambda fused: hf.Ensemble(fused, [1.0]), r"weights \[1.0\] of 3 members"),
-    "negative": (lambda fused: hf.Ensemble(fused, [1, -1, 1]), "at least 0"),
-    "none": (lambda fused: hf.Ensemble(fused, [0, 0, 0]), "a sum above 0"),
-    "nan": (lambda fused: hf.Ensemble(fused, [1, float("nan"), 1]), "at least 0"),
-    "size": (lambda fused: hf.select(fused, BATCHES, 0), "size=0: at least one member"),
-    "empty": (lambda fused: hf.select(fused, [], 1), "the loader gave no batch"),
-    "mode": (lambda fused: hf.select(fused, BATCHES, 1, mode="max"), "without a score"),
-    "targets": (
-        lambda fused: hf.select(fused, [(BATCHES[0][0], hf.stacked(torch.zeros(3, 6)))], 1),
-        "each member its own target",
-    ),
-    "shapes": (lambda fused: hf.select(fused, [(BATCHES[0][0], torch.zeros(6))], 1), r"\[6, 3\] for targets \[6\]"),
-    "score": (
-        lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: p),
-        "the score must give a number for .* got tensor of torch.float64",
-    ),
-    "no score": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: float("nan")), "there is no member to choose"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors(name: str) -> None:
-    call, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        call(hf.fuse([net() for _ in range(3)]))
 
 
 def greedy(outputs: list[Tensor], size: int, loss: Callable[[Tensor], float]) -> tuple[list[int], list[float]]:

@@ -16,7 +16,7 @@ from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Policy, State
 from hfusion.schedule.simulate import simulate
 from tests.schedule.compared import COMPARED, MIXES, plan_of
-from tests.shards import overlapped, plans, task
+from tests.shards import plans, task
 
 
 @settings(deadline=None, max_examples=150)
@@ -36,19 +36,6 @@ def test_any_plan_and_policy_gives_a_valid_timeline(plan: Plan, policy: str) -> 
 def test_near_the_lower_bound_with_two_tasks_per_device(tasks: int, devices: int, mix: str) -> None:
     plan = plan_of(tasks, devices, mix)
     assert simulate(plan, "patient-lrtf").makespan <= 1.05 * plan.lower_bound
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_very_near_it_with_sixteen_tasks_per_device(mix: str) -> None:
-    plan = plan_of(1024, 64, mix)
-    assert simulate(plan, "patient-lrtf").makespan <= 1.02 * plan.lower_bound
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_sharded_lrtf_alike_where_moving_costs_nothing(mix: str) -> None:
-    plan = plan_of(9, 4, mix)
-    free = Plan(plan.tasks, plan.devices, float("inf"), float("inf"))
-    assert simulate(free, "sharded-lrtf").makespan <= 1.05 * plan.lower_bound
 
 
 def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
@@ -74,55 +61,6 @@ def test_measured_seconds_replace_estimates(plan: Plan) -> None:
     assert again.makespan == pytest.approx(3 * timeline.makespan)
 
 
-def test_to_begin_and_end_an_action_takes_time_too() -> None:
-    task_plan = task("a", steps=3)
-    plain = Plan((task_plan,), {"d": 10**9}, 1e9, 1e9)
-    actions = [span for span in simulate(plain).actions if span.act.lane == "compute"]
-    longer = simulate(replace(plain, action_seconds=0.5))
-    assert longer.makespan == pytest.approx(simulate(plain).makespan + 0.5 * len(actions))
-
-
-def test_the_next_shard_is_loaded_ahead_but_not_before_what_it_borrows() -> None:
-    task_plan = task("a", 4, resident=False, weights=10)
-    for borrows, before in (((), {0, 1}), ((0,), {0})):
-        second = replace(task_plan.shards[1], borrows=borrows)
-        shards = (task_plan.shards[0], second, *task_plan.shards[2:])
-        plan = Plan((replace(task_plan, shards=shards),), {"d": 999}, 1e9, 1e9)
-        timeline = simulate(plan)
-        timeline.validate(plan)
-        first = next(span for span in timeline.actions if span.act is Act.FORWARD)
-        loads = [span for span in timeline.actions if span.act is Act.LOAD and span.start < first.end]
-        assert {span.shard for span in loads} == before
-
-
-def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
-    task_plan = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
-    plan = Plan((task_plan,), {"d": overlapped(task_plan)}, 0.5, 0.5)
-    timeline = simulate(plan)
-    timeline.validate(plan)
-    moved = [(action.act, action.shard) for action in timeline.actions if action.act.lane != "compute"]
-    assert [moved.count((kind, 2)) for kind in (Act.LOAD, Act.EVICT)] == [1, 1]
-    assert moved.count((Act.LOAD, 1)) == 5 + 5 + 1
-    other = simulate(Plan((replace(task_plan, keeps_last_shard=False),), plan.devices, 0.5, 0.5))
-    assert timeline.makespan < other.makespan
-
-
-def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
-    task_plan = task("a", steps=5)
-    timeline = simulate(Plan((task_plan,), {"d": 1000}, 1.0, 1.0))
-    assert [action.act for action in timeline.actions].count(Act.LOAD) == 1
-    assert [action.act for action in timeline.actions].count(Act.EVICT) == 1
-    assert timeline.peak == {"d": task_plan.device_bytes}
-
-
-def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
-    task_plans = (task("a", steps=9), task("b", steps=9))
-    plan = Plan(task_plans, {"d": sum(task_plan.device_bytes for task_plan in task_plans)}, 1.0, 1.0)
-    timeline = simulate(plan, COMPARED["round-robin"])
-    timeline.validate(plan)
-    assert [action.act for action in timeline.actions].count(Act.LOAD) == 2
-
-
 def computed(**settings: Any) -> str:
     """The computations of a spilled task of two shards, as text: kind, shard, minibatch."""
     task_plan = task("a", 2, resident=False, **settings)
@@ -145,25 +83,6 @@ def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, An
     assert computed(**settings) == expected
 
 
-def test_a_clipped_spilled_task_as_text() -> None:
-    task_plan = task("a", 1, resident=False, clipped=True, weights=4, frozen=2, optimizer=2, activations=3, workspace=0)
-    plan = Plan((task_plan,), {"d": 9}, 4.0, 4.0)
-    assert simulate(plan).text() == CLIPPED
-
-
-CLIPPED = """\
-timeline
-lower_bound 6.25
-devices d
-0.0 1.25 LOAD d a 0 0 5
-1.25 2.25 FORWARD d a 0 0 3
-2.25 3.25 BACKWARD d a 0 0 4
-3.25 3.5 EVICT d a 0 0 5
-3.5 5.25 LOAD d a 0 0 7
-5.25 6.25 STEP d a 0 0 0
-6.25 7.25 EVICT d a 0 0 7"""
-
-
 def test_frozen_weights_are_not_written_back() -> None:
     task_plan = task("a", steps=3, resident=False, weights=100, frozen=100, gradients=0, optimizer=0)
     timeline = simulate(Plan((task_plan,), {"d": 999}, 10.0, 10.0))
@@ -180,13 +99,6 @@ def test_a_task_runs_where_it_fits() -> None:
     assert where == {"large": "big", "small": "little"}
 
 
-def test_no_tasks_and_unknown_policy() -> None:
-    empty = Plan((), {"d": 1}, 1.0, 1.0)
-    assert simulate(empty).makespan == simulate(empty).lower_bound == 0.0
-    with pytest.raises(PlanError, match="unknown policy 'best': choose from sharded-lrtf, patient-lrtf, fifo"):
-        simulate(empty, "best")
-
-
 POLICIES_THAT_BREAK_RULES: dict[str, Callable[[State], Any]] = {
     "gives None": lambda state: None,
     "gives a word": lambda state: "a",
@@ -201,14 +113,3 @@ def test_a_policy_that_breaks_rules_is_refused(name: str) -> None:
     words = "the policy gave None to every device" if name == "gives None" else "policy 'mine' gave .*: it may give"
     with pytest.raises(PlanError, match=words):
         simulate(Plan((task("a"), task("b")), {"d": 999}, 1.0, 1.0), broken)
-
-
-def test_arguments_of_other_types_are_refused() -> None:
-    empty, wrong = Plan((), {"d": 1}, 1.0, 1.0), object()
-    for arguments, words in (
-        ((wrong,), "hf.simulate expects a plan, got object. Give what hf.plan"),
-        ((empty, wrong), "unknown policy <object .* or give a Policy"),
-        ((empty, "fifo", wrong), "measured must be a timeline, .* got object"),
-    ):
-        with pytest.raises(PlanError, match=words):
-            simulate(*arguments)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -131,22 +130,6 @@ def test_the_step_of_a_clipped_task_needs_the_optimizer_state() -> None:
         replace(timeline, actions=tuple(small)).validate(plan)
 
 
-def test_two_tasks_on_one_lane_are_found() -> None:
-    plan = Plan((task("a"), task("b")), {"d": 99, "e": 99}, 1e9, 1e9)
-    timeline = simulate(plan)
-    together = tuple(replace(action, device="d") for action in timeline.actions)
-    with pytest.raises(TimelineError, match="of device 'd' does two things at a time"):
-        replace(timeline, actions=together).validate(plan)
-
-
-def test_a_task_that_leaves_a_device_takes_its_values_along() -> None:
-    plan = Plan((task("a", 2, resident=False, boundary=0),), {"d": 99, "e": 99}, 1.0, 1.0)
-    timeline = simulate(plan)
-    moved = tuple(replace(action, device="e" if action.shard else "d") for action in timeline.actions)
-    with pytest.raises(TimelineError, match="what the task left on 'd' is not yet evicted"):
-        replace(timeline, actions=moved).validate(plan)
-
-
 def test_perfetto(tmp_path: Path) -> None:
     TIMELINE.perfetto(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -157,10 +140,3 @@ def test_perfetto(tmp_path: Path) -> None:
     levels = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == 0]
     assert max(levels) == TIMELINE.peak["d"]
     assert levels[-1] == 0
-
-
-def test_draw(tmp_path: Path) -> None:
-    TIMELINE.draw(tmp_path / "gantt.svg")
-    root = ElementTree.fromstring((tmp_path / "gantt.svg").read_text())
-    titles = {title.text for title in root.iter("{http://www.w3.org/2000/svg}title")}
-    assert titles == {f"{name}: {lane}" for name in ("a", "b") for lane in ("compute", "in", "out")}

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram
 from hfusion.core.errors import FusionError
-from hfusion.ops.rnn_steps import MIN_MEMBERS
-from hfusion.passes.cost.cost import operators
-from hfusion.passes.inductor_rewrites import DECOMPOSITIONS
-from hfusion.step.step_graph import StepCall, trace
-from hfusion.tasks.arrange import arrange
 from hfusion.tasks.resident_training import LossQueue
 from tests.simulated.device import install
 from tests.simulated.queues import QUEUES
@@ -103,22 +94,6 @@ def a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units() -> No
             assert many[1] - few[1] <= 4 * EPOCHS * (shards * (recipe.clip is not None) + 2)
 
 
-def the_thread_that_launches_operators_waits_for_losses_and_norms_only() -> None:
-    def waited(count: int, recipe: Way, shards: int, resident: bool) -> int:
-        """Return how often the thread that launches operators waited for a result."""
-        task_to_train = task(fused(Scaled), recipe, batches(torch.float64, 1) * count)
-        on = hf.Machine([hf.Device(THERE, memory="1GiB")])
-        plan = planned([task_to_train], on, [shards], [resident])
-        QUEUES.start(0)
-        hf.train(task_to_train, on, plan=plan)
-        return QUEUES.waits[f"{THERE} compute"]
-
-    for recipe in (Way(momentum), Way(adamw, 0.5)):
-        for shards, resident in ((1, True), (3, False)):
-            few, many = (waited(count, recipe, shards, resident) for count in (2, 6))
-            assert many - few <= 4 * EPOCHS * (1 + (recipe.clip is not None))
-
-
 def an_optimizer_copies_to_its_device_from_pinned_memory_only() -> None:
     array = fused().to(THERE)
     params = list(array.parameters())
@@ -134,60 +109,6 @@ def an_optimizer_copies_to_its_device_from_pinned_memory_only() -> None:
             with optimizer.holding(torch.arange(len(array)) == 1):
                 optimizer.step()
         assert (QUEUES.reads, QUEUES.staged) == (0, 0)
-
-
-class Convolved(nn.Module):
-    """Convolutions, which a CPU computes member by member."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Linear(32, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.second(self.first(x).relu()).mean((2, 3)))
-
-
-def an_array_is_lowered_for_the_device_that_it_is_planned_for() -> None:
-    x, y = torch.randn(32, 3, 32, 32), torch.zeros(32, dtype=torch.int64)
-
-    def lowered(array: hf.FusedModule, x: Tensor) -> list[str]:
-        return [node.meta["lowering"].text for node in operators(array.compiled(Arguments.of((x,), {})).program)]
-
-    with mock.patch.dict(os.environ, {"HFUSION_RATES": "standard"}):
-        on_cpu, on_device, planned_there = (fused(Convolved, torch.float32) for _ in range(3))
-        task_to_plan = task(planned_there, Way(adamw), [(x, y)])
-        (arranged,), _ = arrange([task_to_plan], hf.Machine([hf.Device(THERE, memory="1GiB")]))
-        assert arranged.array is planned_there
-        assert lowered(planned_there, x) == lowered(on_device.to(THERE), x.to(THERE)) != lowered(on_cpu, x)
-        # And again for the CPU.
-        arrange([task_to_plan], hf.Machine([hf.Device("cpu", memory="1GiB")]))
-        assert lowered(planned_there, x) == lowered(on_cpu, x)
-
-
-class Normed(nn.Module):
-    """Biases, and statistics of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.out = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(self.first(x)).relu())
-
-
-def rewrites_measured_on_a_cpu_apply_there_only() -> None:
-    def rewritten(device: str) -> set[object]:
-        """The operators that are rewritten on a CPU, as far as they stand in a traced step."""
-        array, loss = fused(Normed).to(device), hf.per_model(cross_entropy)
-        x, y = (tensor.to(device) for tensor in LOADER[0])
-        outputs = array(x)
-        loss(outputs, y)
-        call = StepCall(Arguments.of((x,), {}), Arguments.of((y,), {}))
-        step_graph = trace(BoundProgram.of(array.find(call.inputs), array), loss.find_program(outputs, y), call)
-        return {target for target in DECOMPOSITIONS if target in step_graph.operators}
-
-    assert rewritten("cpu") == set()
-    assert rewritten(THERE) == set(DECOMPOSITIONS)
 
 
 def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
@@ -211,31 +132,13 @@ def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
         assert late == 16 if lag == 1 else late <= 16
 
 
-def recurrent_layers_take_a_step_of_all_members_at_a_time() -> None:
-    """Without gates: those of torch are fused kernels, which there are on GPUs only."""
-    models = [nn.RNN(3, 4, num_layers=2, bidirectional=True).double() for _ in range(MIN_MEMBERS)]
-    array = hf.fuse(models).to(THERE)
-    x = torch.randn(5, 2, 3, dtype=torch.float64)
-    y, _ = array(x.to(THERE))
-    assert "rnn_tanh.input               stacked  members as batch" in str(array.report())
-    torch.testing.assert_close(y.cpu(), torch.stack([model(x)[0] for model in models]))
-    gradients = torch.autograd.grad(y.square().sum(), list(array.parameters()))
-    for index, model in enumerate(models):
-        expected = torch.autograd.grad(model(x)[0].square().sum(), list(model.parameters()))
-        torch.testing.assert_close([grad[index].cpu() for grad in gradients], list(expected))
-
-
 PIECES: tuple[Callable[[], None], ...] = (
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
     a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
-    the_thread_that_launches_operators_waits_for_losses_and_norms_only,
     an_optimizer_copies_to_its_device_from_pinned_memory_only,
-    an_array_is_lowered_for_the_device_that_it_is_planned_for,
-    rewrites_measured_on_a_cpu_apply_there_only,
     losses_arrive_in_order_and_whole_however_late_a_device_is,
-    recurrent_layers_take_a_step_of_all_members_at_a_time,
 )
 
 

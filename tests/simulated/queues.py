@@ -98,7 +98,7 @@ class Fault:
 class Queues:
     """The queues and memory of all simulated devices.
 
-    ``trace``: what was asked for, as `tests.simulated.races` reads it. ``lag``: how far devices fall behind. ``reads``:
+    ``trace``: what was asked for, as `races` reads it. ``lag``: how far devices fall behind. ``reads``:
     how often the host waited for a queue to read a tensor; ``staged``: how often it copied memory that is not pinned;
     ``waits``: how often each thread waited for anything.
     """

@@ -23,13 +23,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
 from hfusion.device.cache import read_sealed, write_sealed
-from hfusion.step import compile_scheduler, compiled_step, program_cache
+from hfusion.step import compile_scheduler, program_cache
 from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compile_worker import BackgroundJob
 from hfusion.step.program_cache import NoProgram, StepTimes
 from hfusion.step.step_signatures import Compiling
 from hfusion.step.train_step import TrainStep
-from hfusion.torch_private.cpp_entry import entry_of
 from tests.step.test_blocks import advance_in_parts, same
 from tests.step.test_blocks import made as made_in_parts
 from tests.step.test_train_step import needs_compiler
@@ -79,28 +78,6 @@ def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
             assert shown in str(step.report())
 
 
-@needs_compiler
-def test_whoever_wants_compiled_steps_gets_them(folder: Path) -> None:
-    advance_in_parts(made_in_parts())
-    advance_in_parts(made_in_parts(compile=None))
-    (path,) = folder.glob("*-eager.json")
-    write_sealed(path, json.dumps({"compiled": 1.0, "eager": 0.5}).encode())
-    step = made_in_parts()
-    advance_in_parts(step)
-    (row,) = step.report().rows
-    assert not row.how.startswith("eager")
-
-
-@needs_compiler
-def test_hooks_run_once_for_each_step(folder: Path) -> None:
-    advance_in_parts(made_in_parts())
-    step, calls = made_in_parts(compile=None), []
-    step._fused.register_forward_hook(lambda *_: calls.append(1))
-    advance_in_parts(step, 6)
-    assert len(calls) == 6
-    assert not list(folder.glob("*-eager.json"))
-
-
 # Steps that are compiled by another process.
 needs_groups = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs groups of processes")
 
@@ -135,40 +112,6 @@ def job_of(step: TrainStep) -> BackgroundJob:
     states = (variant.state for variants in step._variants.values() for variant in variants)
     (job,) = (state.job for state in states if isinstance(state, Compiling))
     return job
-
-
-class Nothing(CustomGraphPass):
-    """A pass that changes no graph."""
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        pass
-
-    def uuid(self) -> str:
-        return "nothing"
-
-
-@needs_compiler
-@pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize(
-    ("settings", "compilations"),
-    [
-        ({"epilogue_fusion": False, "cpp.cxx": (None, "g++", "clang++")}, [1, 0]),
-        ({"aot_inductor.metadata": {"AOTI_PLATFORM": "linux"}}, [1, 0]),
-        # A function cannot be handed to another process: the step is compiled in this one.
-        ({"post_grad_custom_post_pass": Nothing()}, [1, 1]),
-    ],
-    ids=["plain values", "left by an exported package", "function"],
-)
-def test_settings_of_inductor_reach_the_other_process(settings: dict[str, Any], compilations: list[int]) -> None:
-    with torch._inductor.config.patch(settings):
-        steps = [made(compile=None), made(compile=True)]
-        advance(steps[0], 2)
-        if compilations[1] == 0:
-            job_of(steps[0])._process.wait()
-        for step in steps:
-            advance(step, 3)
-    assert [step.compilations for step in steps] == compilations
-    assert all("one program of" in str(step.report()) for step in steps)
 
 
 @needs_compiler
@@ -245,12 +188,6 @@ def test_it_ends_with_the_process(how: str) -> None:
     assert gone(worker)
 
 
-@pytest.mark.parametrize("compile", ["later", 1, "auto", "background"])
-def test_wrong_arguments(compile: Any) -> None:
-    with pytest.raises(ValueError, match=f"compile is {compile!r}. Give None to compile where that pays"):
-        made(compile=compile)
-
-
 # Compiled steps on disk.
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -320,16 +257,6 @@ def test_a_file_that_is_not_believed(damage: str, folder: Path) -> None:
         assert program_cache.find(compile_request()) is None
 
 
-def test_a_key_of_other_circumstances(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {compile_request().key(program_cache.circumstances())}
-    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
-    keys.add(compile_request().key(program_cache.circumstances()))
-    monkeypatch.undo()
-    keys.add(compile_request().key(program_cache.circumstances()))
-    keys.add(CompileRequest({"forward": 2}).key(program_cache.circumstances()))
-    assert len(keys) == 3
-
-
 def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MAX_FOLDER", 150)
     for number in range(3):
@@ -340,43 +267,12 @@ def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert program_cache.find(CompileRequest({"forward": 2})) == NoProgram("x" * 20)
 
 
-# Compiled steps that cannot be called past torch's wrappers.
-Results = Callable[[list[Tensor]], list[Tensor]]
-
-
-def other_value(results: list[Tensor]) -> list[Tensor]:
-    results[1][1, 2] += 1
-    return results
-
-
-def other_strides(results: list[Tensor]) -> list[Tensor]:
-    return [results[0], results[1].transpose(1, 2).contiguous().transpose(1, 2), *results[2:]]
-
-
 def steps(count: int) -> tuple[list[Tensor], str]:
     torch.manual_seed(0)
     fused = hf.fuse([nn.Linear(4, 3) for _ in range(4)])
     step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
     losses = [step(torch.ones(5, 4), torch.tensor([0, 1, 2, 1, 0])) for _ in range(count)]
     return losses, str(step.report())
-
-
-@needs_compiler
-@pytest.mark.parametrize("change", [other_value, other_strides])
-def test_what_differs_is_told_and_the_wrappers_are_used(change: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, report = steps(4)
-    assert "on 2 threads" in report
-
-    def changed(*arguments: Any) -> Any:
-        entry = entry_of(*arguments)
-        return entry and (lambda *tensors: change(list(entry(*tensors))))
-
-    monkeypatch.setattr(compiled_step, "entry_of", changed)
-    with pytest.warns(UserWarning, match="in one part, exact but slower: called directly, its program gave other bits"):
-        losses, report = steps(4)
-    assert "in one part: its program is more than C++" in report
-    for loss, expected_loss in zip(losses, expected, strict=True):
-        torch.testing.assert_close(loss, expected_loss)
 
 
 # Mistakes of compiled programs are detected, and such programs are not used.

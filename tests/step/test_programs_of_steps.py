@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step import compiled_step, parallel_blocks
-from hfusion.step.recorded_step import Record, RecordedStep, Work
-from tests.step.test_step_graph import arrays, loss_of
-from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
+from tests.step.test_train_step import TINY, Pair, arrays, batch, loss_of, needs_compiler
 from tests.zoo import Model, normal
 
 
@@ -39,17 +34,6 @@ class Sloped(nn.Module):
         return self.head(F.leaky_relu(F.leaky_relu(h, self.slope), self.slope))
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer, each of whose calls is many operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.RNN(4, 3, num_layers=2, batch_first=True), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0][:, -1])
-
-
 @needs_compiler
 def test_member_by_member() -> None:
     """Loops over many members: one program per kind of member."""
@@ -66,72 +50,6 @@ def test_member_by_member() -> None:
     assert comparison.step.compilations == 2
 
 
-@needs_compiler
-def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few calls, as of a recurrent layer, may be many operators."""
-    monkeypatch.setattr(compiled_step, "MAX_OPERATORS", 130)
-    model = Model("sloped", Sloped, normal(4))
-    fused, _ = arrays(model, 6)
-    step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
-    for _ in range(2):
-        step(*batch(model, 4))
-    assert "called once per member" in step.report().rows[0].how
-
-
-@needs_compiler
-@pytest.mark.parametrize("parts", [1, 2])
-def test_blocks_of_one_where_more_members_are_too_large(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: int
-) -> None:
-    # What is refused here is not to be found by others.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled_step, "MAX_OPERATORS", 300)
-    model = Model("recurrent", Recurrent, normal(2, 4))
-    comparison = pair(model, compile=True, count=4, parts=parts)
-    for step in range(3):
-        comparison.advance(*batch(model, 4), f"after step {step}")
-    assert "called once per member" in comparison.step.report().rows[0].how
-
-
-# Recorded steps against the eager loop of hfusion.
-CPU = torch.device("cpu")
-
-
-def replaying(array: hf.FusedModule, records: list[None]) -> Record:
-    """Does on a CPU what a CUDA graph does: at first nothing, then the work again, into the same memory.
-
-    Counts in ``records``.
-    """
-
-    def record(work: Work) -> Any:
-        records.append(None)
-        before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
-        losses = work()
-        params = list(array.parameters())
-        grads = [param.grad for param in params]
-        array.load_state_dict(before)
-
-        def replay() -> None:
-            losses.copy_(work())
-            for grad, param in zip(grads, params, strict=True):
-                if grad is not None and param.grad is not None:
-                    grad.copy_(param.grad)
-
-        losses.fill_(torch.nan)
-        return replay, losses
-
-    return record
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[None]]:
-    """A pair whose step is recorded, and an entry for every time that it was."""
-    comparison, records = pair(TINY, compile=True), list[None]()
-    monkeypatch.setattr(
-        parallel_blocks, "recorded", lambda program: RecordedStep(program, CPU, replaying(comparison.ours, records))
-    )
-    return comparison, records
-
-
 def advance(comparison: Pair, sizes: list[int]) -> None:
     for number, size in enumerate(sizes):
         comparison.advance(*batch(TINY, size), f"after step {number}")
@@ -139,67 +57,6 @@ def advance(comparison: Pair, sizes: list[int]) -> None:
 
 def row(comparison: Pair) -> str:
     return str(comparison.step.report().rows[0])
-
-
-@needs_compiler
-def test_equals_eager_for_batches_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison, records = recorded(monkeypatch)
-    advance(comparison, [4, 4, 4, 3, 4, 3, 3, 4])
-    assert row(comparison).endswith("recorded and replayed as one")
-    assert len(records) == 2
-    assert len(comparison.step._maker.programs()) == 1
-
-
-@needs_compiler
-def test_losses_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison, _ = recorded(monkeypatch)
-    losses = [comparison.step(*batch(TINY, 4)) for _ in range(5)]
-    assert not any(torch.equal(a, b) for a, b in pairwise(losses))
-
-
-@needs_compiler
-def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison, records = recorded(monkeypatch)
-    advance(comparison, [4, 4, 4])
-    for param in comparison.ours.parameters():
-        param.data = param.data.clone()
-    advance(comparison, [4, 4, 4])
-    assert len(records) == 2
-
-
-@needs_compiler
-def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(array: hf.FusedModule) -> Record:
-        def record(work: Work) -> Any:
-            work()
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-        return record
-
-    # What is refused must not have run; only its gradients are there.
-    comparison = pair(TINY, compile=True)
-    for array in (comparison.ours, comparison.theirs):
-        array.eval()
-    monkeypatch.setattr(
-        parallel_blocks, "recorded", lambda program: RecordedStep(program, CPU, refused(comparison.ours))
-    )
-    advance(comparison, [4, 4, 4, 3])
-    assert row(comparison).endswith("not recorded: RuntimeError: operation not permitted when stream is capturing")
-
-
-@needs_compiler
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_where_nothing_can_be_recorded_the_report_says_why(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """On a device without graphs, and where batches lie elsewhere than the array."""
-    comparison, records, why = pair(TINY, compile=True), list[None](), "torch records no graphs on xpu"
-    record = why if device == "cpu" else replaying(comparison.ours, records)
-    where = torch.device(device)
-    monkeypatch.setattr(parallel_blocks, "recorded", lambda program: RecordedStep(program, where, record))
-    advance(comparison, [4, 4])
-    assert not records
-    assert row(comparison).endswith(
-        f"not recorded: {why if device == 'cpu' else 'the batch lies on cpu, the array on meta'}"
-    )
 
 
 @pytest.mark.gpu
@@ -351,11 +208,3 @@ def test_parameters_that_were_replaced(compiled: bool) -> None:
     with pytest.raises(hf.FusionError, match="the parameters of the fused Linear were replaced after train_step was"):
         step(x, y)
     assert all(map(torch.equal, before, fused.parameters()))
-
-
-def test_frozen_parameters_were_not_replaced() -> None:
-    fused = hf.build(lambda: nn.Linear(4, 3), seeds=range(3))
-    optimizer = hf.optim.SGD([fused.weight], lr=0.1)
-    step = hf.train_step(fused, F.cross_entropy, optimizer, compile=False)
-    fused.weight.requires_grad_(False)
-    assert step(torch.randn(5, 4), torch.randint(3, (5,))).shape == (3,)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import hfusion as hf
-from hfusion.checkpoint.files import read, saves
+from hfusion.checkpoint.files import read
 from hfusion.schedule.actions import Act
 from tests.tasks.resumed import Counted, CutError, array, assert_equal, planned_as, results, run, shuffled, task_with
 from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, task
@@ -177,28 +176,3 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     hf.save(tmp_path / "mixed" / "task", array)
     with pytest.raises(hf.CheckpointError, match=r"was not saved by hf.train: load it by hf\.load"):
         hf.train(small(), machine(), checkpoint=tmp_path / "mixed")
-
-
-def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
-    def once(epochs: int, root: Path | None, *more: str) -> list[Any]:
-        torch.manual_seed(0)
-        tasks = [small("first", epochs=epochs, seed=1), *(small(name, seed=2) for name in more)]
-        report = hf.train(tasks, machine(), checkpoint=root)
-        return [
-            (task_report.losses, [model.state_dict() for model in task_report.models])
-            for task_report in report.values()
-        ]
-
-    once(1, tmp_path)
-    assert_equal(once(3, tmp_path, "../.second"), once(3, None, "../.second"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first", "logs"]
-
-
-def test_a_damaged_save_is_named(tmp_path: Path) -> None:
-    hf.train(small(), machine(), checkpoint=tmp_path)
-    file = saves(tmp_path / "task")[-1] / "tensors.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(hf.CheckpointError, match=str(file)):
-        hf.train(small(), machine(), checkpoint=tmp_path)

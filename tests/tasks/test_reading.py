@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hfusion.tasks.reading import Reader, end_workers, reading
 from tests.trained import Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
@@ -57,31 +57,6 @@ def test_reading_part_or_all(count: int) -> None:
             assert count < 4 or next(batches, None) is None
 
 
-def test_persistent_workers_stay() -> None:
-    loader = DataLoader(Numbers(9), 2, num_workers=1, persistent_workers=True)
-    before = set(multiprocessing.active_children())
-    with reading(loader) as batches:
-        next(batches)
-    (worker,) = set(multiprocessing.active_children()) - before
-    with nothing_left(), reading(loader) as batches:
-        assert len(list(batches)) == 4
-        assert worker.is_alive()
-    loader._iterator._shutdown_workers()
-
-
-def test_any_iterable() -> None:
-    generator = torch.Generator()
-    loader = DataLoader(Numbers(9), 4, shuffle=True, generator=generator.manual_seed(1))
-    expected = [batch.tolist() for batch in loader]
-    generator.manual_seed(1)
-    with reading(loader) as batches:
-        assert [batch.tolist() for batch in batches] == expected
-    once = iter([1, 2])
-    with suppress(KeyError), reading(once) as iterator:
-        assert iterator is once
-        raise KeyError
-
-
 class Hanging(Dataset[int]):
     """Its second number never comes."""
 
@@ -120,18 +95,6 @@ def test_workers_that_hang_are_ended(persistent: bool) -> None:
     assert loader._iterator is None
 
 
-def test_at_ctrl_c_workers_are_not_asked() -> None:
-    loader = DataLoader(Hanging(), 1, num_workers=2)
-
-    def interrupted() -> None:
-        with reading(loader) as batches:
-            next(batches)
-            raise KeyboardInterrupt
-
-    with nothing_left(), pytest.raises(KeyboardInterrupt):
-        interrupted()
-
-
 # Each task draws as if it were alone.
 X, Y = (torch.cat(parts) for parts in zip(*batches(torch.float64, 3), strict=True))
 
@@ -160,23 +123,13 @@ def seeded(index: int) -> Tensor:
     return noise(index)
 
 
-def forked(index: int) -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(index)
-        drawn = noise(index)
-    return drawn + noise(index)
-
-
 ALL = TensorDataset(X, Y)
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(ALL, 5, shuffle=True),
-    "by weight": lambda: DataLoader(ALL, 5, sampler=WeightedRandomSampler([1.0] * len(X), len(X))),
     "own generator": lambda: DataLoader(ALL, 5, shuffle=True, generator=torch.Generator().manual_seed(4)),
-    "its sampler's": lambda: DataLoader(ALL, 5, sampler=RandomSampler(ALL, generator=torch.Generator().manual_seed(4))),
     "drawing": lambda: DataLoader(Noisy(noise), 5, shuffle=True),
     "seeding": lambda: DataLoader(Noisy(seeded), 5, shuffle=True),
-    "forking": lambda: DataLoader(Noisy(forked), 5),
     "workers": lambda: DataLoader(Noisy(noise), 5, shuffle=True, num_workers=1),
 }
 

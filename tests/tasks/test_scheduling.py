@@ -137,25 +137,3 @@ def test_members_of_several_arrays_have_their_own() -> None:
         params, _ = alone(model, rate, make, "epoch", 1, False)
         for param, expected in zip(result.parameters(), params, strict=True):
             torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
-
-
-WRONG: dict[str, tuple[Callable[[hf.FusedModule, Any], Any], str]] = {
-    "a number": (
-        lambda fused, opt: 3,
-        "the scheduler must be a function that makes one .*, got int",
-    ),
-    "too few": (lambda fused, opt: [step_lr], "is 1 functions for 3 members"),
-    "another optimizer": (lambda fused, opt: step_lr(hf.optim.SGD(fused.parameters(), lr=0.1)), "drives another"),
-    "one metric": (lambda fused, opt: plateau(opt), r"takes one metric for all.*hf\.optim\.lr_scheduler"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_schedulers_are_refused(name: str) -> None:
-    fused = hf.fuse(models())
-    opt = hf.optim.SGD(fused.parameters(), lr=0.1)
-    make, message = WRONG[name]
-    with pytest.raises(hf.PlanError, match=message):
-        hf.Task(fused, F.cross_entropy, opt, LOADER, scheduler=make(fused, opt))
-    with pytest.raises(hf.PlanError, match='scheduler_interval=\'batch\': "epoch" or "step"'):
-        hf.Task(fused, F.cross_entropy, opt, LOADER, scheduler=step_lr, scheduler_interval="batch")  # type: ignore[arg-type]

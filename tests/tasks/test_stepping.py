@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.core.errors import PlanError
+from hfusion.tasks import resident_training
 from tests.step.test_train_step import needs_compiler
 from tests.trained import (
     EPOCHS,
     SEED,
-    Dropping,
     Way,
     adamw,
     batches,
@@ -117,15 +117,6 @@ def test_clipped_and_accumulated(optimizer: Any, clip: Any, accumulate: int) -> 
     assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
 
 
-def test_draws_are_those_of_the_loop() -> None:
-    """Of dropout, and of the loader."""
-    x, y = (torch.cat(parts) for parts in zip(*batches(torch.float64), strict=True))
-    loader = DataLoader(TensorDataset(x, y), 6, shuffle=True)
-    expected = stepped(array(Dropping), loader)
-    actual, _ = trained(array(Dropping), loader)
-    assert_equal(actual, expected)
-
-
 def _plain(module: hf.FusedModule, loader: Any) -> list[Tensor]:
     losses, state = plain(module, Way(), loader)
     return [losses, *state.values()]
@@ -144,10 +135,37 @@ def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
     assert "eager: it" in str(report["task"])
 
 
-@pytest.mark.parametrize(
-    "options", [{"compile": "yes"}, {"compile": 1}, {"compile": "auto"}, {"compile": True, "parts": 0}]
-)
-def test_other_values_are_refused(options: dict[str, Any]) -> None:
-    name, value = list(options.items())[-1]
-    with pytest.raises(PlanError, match=f"'task': {name} is {value!r}"):
-        hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], **options)
+# Tasks that leave open whether they are compiled: estimates decide once, and results stay exact.
+
+# The seconds from which a compilation pays: any, and none.
+PAYS, NEVER = 0.0, math.inf
+
+
+@pytest.fixture(autouse=True)
+def _silent() -> Iterator[None]:
+    """Tasks that leave it open give no warning of the decision."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let a compilation pay for tasks of so many seconds."""
+    return partial(monkeypatch.setattr, resident_training, "LEAST_SECONDS")
+
+
+def ran(module: hf.FusedModule, loader: Any, **options: Any) -> tuple[list[Tensor], str]:
+    """Losses and the state after a run, and how its array ran."""
+    run = {name: options.pop(name) for name in ("plan", "checkpoint", "every") if name in options}
+    report = hf.train(task(module, Way(), loader, **options), machine(), **run)
+    (row,) = report["task"].arrays
+    return [report["task"].losses, *module.state_dict().values()], str(row).partition("resident, ")[2] or str(row)
+
+
+def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(pays: Callable[[float], None]) -> None:
+    pays(PAYS)
+    loader = batches(torch.float64)
+    actual, how = ran(array(), loader)
+    assert "one program of" in how
+    assert_equal(actual, stepped(array(), loader))

@@ -40,13 +40,10 @@ CASES = [
     Case(Way(adamw, 0.5), "spilled", steps=(2, 7, None)),
     # In the midst of a group of minibatches.
     Case(Way(adamw, 0.5, 2), "spilled", True, (1, None, 6)),
-    Case(Way(momentum, None, 3), "kept", steps=(2, 2, None)),
     Case(Way(adamw), "kept", True, (None, 5, 4)),
     # All of them: the task ends.
-    Case(Way(adamw), "resident", steps=(3, 1, 4)),
     Case(Way(momentum, 0.5, 2), "spilled", True, (7, 5, 3)),
     Case(Way(adamw, 0.5, 3), "kept", True, (2, 2, 2)),
-    Case(Way(adamw), "spilled", steps=(10, 10, 10)),
 ]
 
 
@@ -152,42 +149,6 @@ def test_who_stops_leaves_the_others_as_they_are(case: Case) -> None:
                 assert_equal(run.members[0][member], ended.members[0][member])
 
 
-def ends(result: hf.Step | hf.Evaluation, case: Case) -> bool:
-    return isinstance(result, hf.Evaluation) if case.evaluated else result.step == BATCHES - 1
-
-
-@pytest.mark.parametrize("cut", [2, 4, 7])
-@pytest.mark.parametrize("case", CASES[1:8], ids=str)
-def test_a_run_with_stops_goes_on_bit_for_bit(case: Case, cut: int, tmp_path: Path) -> None:
-    expected = trained([case], stops([case]))
-    heard: list[int] = []
-
-    def interrupt(result: hf.Step | hf.Evaluation) -> list[int]:
-        if isinstance(result, hf.Step):
-            heard.append(result.epoch * BATCHES + result.step)
-            if len(heard) > cut:
-                raise CutError
-        return stops([case])(result)
-
-    last = EPOCHS * BATCHES if None in case.steps else max(filter(None, case.steps))
-    if last > cut:
-        with pytest.raises(hf.TrainError) as raised:
-            trained([case], interrupt, root=tmp_path)
-        assert isinstance(raised.value.__cause__, CutError)
-    again: list[int] = []
-
-    def listening(result: hf.Step | hf.Evaluation) -> list[int]:
-        if isinstance(result, hf.Step):
-            again.append(result.epoch * BATCHES + result.step)
-        return stops([case])(result)
-
-    resumed = trained([case], listening, root=tmp_path)
-    # The callback has received each minibatch once.
-    assert again == list(range(last))
-    for run in (resumed, trained([case], None, root=tmp_path)):
-        assert_equal(run.results, expected.results)
-
-
 def small(models: Sequence[nn.Module] | None = None, **options: Any) -> hf.Task:
     torch.manual_seed(0)
     modules = models or [nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(3)]
@@ -197,18 +158,12 @@ def small(models: Sequence[nn.Module] | None = None, **options: Any) -> hf.Task:
 
 ANSWERS: dict[str, tuple[Callable[[Any], Any], dict[int, int]]] = {
     "None": (lambda result: None, {}),
-    "False": (lambda result: False, {}),
-    "nobody": (lambda result: [], {}),
     "True": (lambda result: True, {0: 1, 1: 1, 2: 1}),
     "members": (lambda result: {1, 2}, {1: 1, 2: 1}),
     "a generator": (lambda result: (member for member in [2]), {2: 1}),
     "a tensor of members": (lambda result: torch.tensor([0]), {0: 1}),
     "a mask": (lambda result: result.losses > result.losses.median(), None),
     "a mask of numpy": (lambda result: np.array([False, True, False]), {1: 1}),
-    "members of numpy": (lambda result: np.array([1, 2]), {1: 1, 2: 1}),
-    "a bool of numpy": (lambda result: np.float64(result.losses.max()) < 99, {0: 1, 1: 1, 2: 1}),
-    "a mask of everybody": (lambda result: result.losses < 99, {0: 1, 1: 1, 2: 1}),
-    "a bool in a tensor": (lambda result: result.losses.isnan().all(), {}),
 }
 
 
@@ -217,55 +172,6 @@ def test_answers(name: str) -> None:
     answer, expected = ANSWERS[name]
     stopped = hf.train(small(), machine(), on_result=answer)["small"].stopped
     assert stopped == expected or (expected is None and len(stopped) in (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("stop", r"on_result gave 'stop' for the task 'small': give None or False .* True to stop"),
-        (1, "on_result gave 1 for the task"),
-        ([True, False, False], r"on_result gave \[True, False, False\]"),
-        ([3], r"stops member 3 of the task 'small', but was asked for members \[0, 1, 2\]"),
-        (torch.tensor([True]), r"bool tensor of shape \[1\] for 3 members"),
-        (torch.ones(3), r"on_result gave \[1.0, 1.0, 1.0\]"),
-        ([0.5], r"on_result gave \[0.5\]"),
-        ({0: False}, "on_result gave {0: False}"),
-    ],
-    ids=str,
-)
-def test_what_is_no_answer_is_told(answer: Any, message: str) -> None:
-    with pytest.raises(hf.TrainError, match=message):
-        hf.train(small(), machine(), on_result=lambda result: answer)
-
-
-def test_members_that_share_a_trained_tensor_stop_together() -> None:
-    head = nn.Linear(4, 3).double()
-    models = [nn.Sequential(nn.Linear(6, 4).double(), head) for _ in range(2)]
-    with pytest.raises(hf.TrainError, match=r"stops members \[1\] alone, but '1.weight' is one tensor"):
-        hf.train(small(models), machine(), on_result=lambda result: [1])
-    assert hf.train(small(models), machine(), on_result=lambda result: True)["small"].stopped == {0: 1, 1: 1}
-
-
-def test_members_of_several_arrays_stop_by_their_numbers() -> None:
-    torch.manual_seed(0)
-    models = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(4)]
-    steps = {0: 2, 3: 1, 1: 4}
-
-    def stop_members(result: hf.Step | hf.Evaluation) -> list[int]:
-        return [m for m in result.members if steps.get(m) == result.epoch * BATCHES + result.step + 1]
-
-    whole, report = (
-        hf.train(small(models), machine())["small"],
-        hf.train(small(models), machine(), on_result=stop_members)["small"],
-    )
-    assert report.stopped == steps
-    assert list(report.stopped) == [0, 1, 3]
-    assert len(report.losses) == EPOCHS * BATCHES
-    for member in range(4):
-        last = steps.get(member, EPOCHS * BATCHES)
-        assert_equal(report.losses[:last, member], whole.losses[:last, member])
-        assert report.losses[last:, member].isnan().all()
-    assert_equal(report.models[2].state_dict(), whole.models[2].state_dict())
 
 
 # Members of hf.train that stop by patience, and end with their best weights, equal each of them trained alone.
@@ -405,23 +311,3 @@ def test_a_run_goes_on_with_its_best_weights(case: CaseBestWeights, cut: int, tm
         assert_equal([again.losses, again.eval_losses], [expected.losses, expected.eval_losses])
         assert again.stopped == expected.stopped
         assert_equal(again.best_epochs, expected.best_epochs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"patience": 3}, "patience is 3; give hf.Patience"),
-        ({"patience": hf.Patience(3), "eval_loader": None}, "go by evaluations; give an eval_loader"),
-        ({"restore_best": True, "eval_loader": None}, "go by evaluations; give an eval_loader"),
-    ],
-)
-def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(hf.PlanError, match=message):
-        hf.Task(**{**vars(CaseBestWeights(restores=False).task()), **options})
-
-
-def test_members_that_train_a_tensor_together() -> None:
-    head = nn.Linear(4, 3).double()
-    tied = [nn.Sequential(nn.Linear(6, 4).double(), head) for _ in range(4)]
-    with pytest.raises(hf.PlanError, match=r"'1.weight' is one tensor that all members train"):
-        hf.train(CaseBestWeights().task(tied, [0.1] * 4), machine())

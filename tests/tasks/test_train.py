@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,18 +17,9 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.schedule.actions import Act
-from hfusion.schedule.plan import Plan
-from hfusion.tasks.training_report import Report, TaskReport
-from tests import zoo
-from tests.core.test_gradient_usage import Before, Exit
 from tests.schedule.compared import COMPARED
-from tests.tasks.resumed import array
-from tests.tasks.test_stopping import assert_equal, rows
 from tests.trained import (
-    BATCHES,
     EPOCHS,
-    MEMBERS,
-    RATE,
     Way,
     adamw,
     assert_same,
@@ -111,28 +100,6 @@ def _expected(index: int, settings: Way) -> tuple[Tensor, dict[str, Tensor]]:
     return plain(_copy(index), settings, batches(torch.float64))
 
 
-@pytest.mark.parametrize("model", zoo.MODELS, ids=str)
-def test_models_of_every_kind(model: zoo.Model) -> None:
-    array = fused(model.make)
-    draw = torch.Generator().manual_seed(3)
-    torch.manual_seed(3)
-    loader = [(model.draw(n), torch.rand((), generator=draw, dtype=torch.float64)) for n in (5, 5, 3)]
-    settings = Way(adamw, 0.5, 2)
-    expected = plain(array, settings, loader, distance)
-    hf_task, on = task(array, settings, loader, loss=distance), machine()
-    for count in (1, 3, 7):
-        assert_same([array], [hf_task], [expected], on, planned([hf_task], on, [count], [False], [count == 3]))
-
-
-def distance(output: Any, target: Tensor) -> Tensor:
-    """A loss of any nest of outputs."""
-    tensors = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else [output]
-    total = target * 0
-    for tensor in tensors:
-        total = total + (tensor - target).square().mean()
-    return total
-
-
 def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> None:
     settings, dtype = Way(), torch.float32
     hf_task = task(knotted(dtype), settings, batches(dtype))
@@ -203,14 +170,6 @@ def test_members_that_do_not_fit_at_once_are_trained_a_few_at_a_time() -> None:
     narrow.timeline.validate(narrow.plan)
 
 
-def test_callbacks_hear_of_every_minibatch() -> None:
-    heard: list[Any] = []
-    hf_task = task(fused(), Way(), batches(torch.float64), callbacks=[heard.append])
-    report = hf.train([hf_task], machine())
-    assert [(step.epoch, step.step) for step in heard] == list(product(range(EPOCHS), range(BATCHES)))
-    assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
-
-
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize(
     ("mode", "count"), [("resident", 1), *((mode, count) for mode in ("spilled", "kept") for count in (1, 2, 5))]
@@ -268,156 +227,6 @@ def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
     with pytest.raises(hf.TrainError) as raised:
         hf.train([task(array, Way(), loader, eval_loader=DataLoader(large, batch_size=None))], machine())
     assert "has 8 samples, but the plan counts with 7, those of the first" in str(raised.value.__cause__)
-
-
-def test_this_machine_is_the_one_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    pairs = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(2)]
-    hf_task = hf.Task([nn.Linear(3, 2), nn.Linear(3, 2)], F.cross_entropy, partial(hf.optim.SGD, lr=0.1), pairs)
-    assert len(hf.plan(hf_task).devices) == len(hf.Machine.detect().devices)
-    assert hf.train(hf_task)[hf_task.name].losses.shape == (2, 2)
-    assert not list(tmp_path.iterdir())
-
-
-# A fault in one member of a task changes no other by one bit: in shards, spilled, clipped, accumulated.
-BAD = 1
-WAYS_ISOLATION = {
-    "SGD": Way(lambda params: hf.optim.SGD(params, lr=RATE, momentum=0.9)),
-    "AdamW clipped": Way(lambda params: hf.optim.AdamW(params, lr=RATE), 0.5),
-    "Adam clipped accumulated": Way(lambda params: hf.optim.Adam(params, lr=RATE), [0.1, 0.5, 2.0], 2),
-}
-
-
-@dataclass(frozen=True)
-class Harm:
-    """The fault of one member: a number in its third minibatch, or another learning rate."""
-
-    value: float | None = None
-    rate: float = RATE[BAD]
-
-    def inputs(self, x: Tensor, index: int) -> Tensor:
-        x = x.clone()
-        if index == 2 and self.value is not None:
-            x[0, 0] = self.value
-        return x
-
-
-HARMS = {
-    "NaN": Harm(float("nan")),
-    "inf": Harm(float("inf")),
-    "overflow": Harm(1e300),
-    "explosion": Harm(rate=1e200),
-}
-
-
-def harmed(settings: Way, mode: str, harm: Harm) -> list[Any]:
-    """Losses and everything else of each member."""
-    fused = array(0)
-    loader = [
-        (hf.stacked([harm.inputs(x, index) if member == BAD else x for member in range(MEMBERS)]), y)
-        for index, (x, y) in enumerate(batches(torch.float64))
-    ]
-    optimizer = settings.optimizer(list(fused.parameters()))
-    optimizer.param_groups[0]["lr"][BAD] = harm.rate
-    hf_task = task(
-        fused, Way(lambda params: optimizer, settings.clip, settings.accumulate), loader, eval_loader=loader[:2]
-    )
-    plan = planned([hf_task], machine(), [4], [mode == "resident"], [mode == "kept"])
-    report = hf.train(hf_task, machine(), plan=plan)["task"]
-    assert report.eval_losses is not None
-    losses = torch.cat([report.losses, report.eval_losses.flatten(0, 1)])
-    return [[losses[:, member], rows(fused, optimizer, member)] for member in range(MEMBERS)]
-
-
-@pytest.mark.parametrize("mode", ["resident", "spilled", "kept"])
-@pytest.mark.parametrize("name", WAYS_ISOLATION)
-def test_a_member_that_diverges_changes_no_other(name: str, mode: str) -> None:
-    expected = harmed(WAYS_ISOLATION[name], mode, Harm())
-    for harm in HARMS.values():
-        actual = harmed(WAYS_ISOLATION[name], mode, harm)
-        for member in range(MEMBERS):
-            if member != BAD:
-                assert_equal(actual[member], expected[member])
-            else:
-                assert not torch.equal(actual[member][0], expected[member][0])
-
-
-# The progress and the report of a run fit on one screen.
-def task_report(
-    members: int, steps: int = 4, *, evaluated: bool = False, stopped: dict[int, int] | None = None
-) -> TaskReport:
-    losses = torch.arange(steps * members, dtype=torch.float64).reshape(steps, members).flip(0) / members
-    evaluations = torch.arange(2 * members, dtype=torch.float64).reshape(1, 2, members) if evaluated else None
-    return TaskReport(losses, evaluations, stopped or {}, torch.logspace(-3, 0, members), ())
-
-
-def whole(tasks: dict[str, TaskReport], devices: int = 2) -> Report:
-    budgets = {f"device-{k}": 1 << 30 for k in range(devices)}
-    line: Any = SimpleNamespace(makespan=12.34, utilisation=0.875)
-    return Report(tasks, Plan((), budgets, 1.0, 1.0), line, dict.fromkeys(budgets, 1 << 20))
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 17, 18, 19, 1000])
-@pytest.mark.parametrize("members", [1, 3, 2000])
-def test_a_report_fits_a_screen(count: int, members: int) -> None:
-    tasks = {f"a-long-name-of-a-task-that-goes-on-{k}": task_report(members, stopped={0: 2}) for k in range(count)}
-    report = whole(tasks, 40)
-    for text in (str(report), repr(report), *map(str, [*tasks.values()][:1])):
-        lines = text.splitlines()
-        assert len(lines) <= 24
-        assert max(map(len, lines)) <= 100
-
-
-def test_a_report_says_what_there_was() -> None:
-    text = str(whole({"sweep": task_report(3, stopped={1: 2}), "other": task_report(1, evaluated=True)}))
-    assert text.splitlines() == [
-        "2 tasks, 4 members, 2 devices: 12.3 s, computing 88% of the time",
-        "peak: device-0 1.0MiB of 1.0GiB, device-1 1.0MiB of 1.0GiB",
-        "task   members  stopped  minibatches     metric  best  member     lr  median  worst",
-        "sweep        3        1            4  last loss     0       0  0.001  0.6667  2.333",
-        "other        1        0            4  eval loss   0.5       0  0.001     0.5    0.5",
-    ]
-
-
-def test_a_run_prints_its_report(capsys: pytest.CaptureFixture[str]) -> None:
-    reported = task(fused(), Way(), batches(torch.float64), eval_loader=batches(torch.float64, 2))
-    report = hf.train(reported, machine(), progress=True, on_result=lambda result: [2])
-    print(report, report["task"], sep="\n")
-    printed = capsys.readouterr().out.splitlines()
-    assert "10/10 minibatches of task" in printed[9]
-    assert printed[10].startswith("1 task, 3 members, 1 device: ")
-    assert "stopped after 1" in printed[-1]
-
-
-# A parameter that a member has not used in a step stays as it is, also where the array is cut into shards.
-class Skipping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.exit, self.last = nn.Linear(4, 4), nn.Linear(4, 4), Exit(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.second(self.first(x).tanh()).tanh()
-        y: Tensor = self.last(self.exit(h, x))
-        return y
-
-
-def loader() -> list[tuple[Any, Tensor]]:
-    draw = torch.Generator().manual_seed(3)
-    sizes = (BATCHES, MEMBERS, 6, 4)
-    inputs, targets = (torch.randn(*sizes, generator=draw, dtype=torch.float64) for _ in range(2))
-    return [(hf.stacked(x), y[0]) for x, y in zip(inputs, targets, strict=True)]
-
-
-@pytest.mark.parametrize(("resident", "count"), [(True, 1), (False, 1), (False, 2), (False, 3), (False, 5)])
-@pytest.mark.parametrize("make", [Skipping, Before])
-def test_a_parameter_that_a_member_skips_stays_as_it_is(
-    make: Callable[[], nn.Module], count: int, resident: bool
-) -> None:
-    array, settings, batches = fused(make), Way(), loader()
-    expected = plain(array, settings, batches, F.mse_loss)
-    tasks = [task(array, settings, batches, loss=F.mse_loss)]
-    on = machine()
-    assert_same([array], tasks, [expected], on, planned(tasks, on, [count], [resident]))
 
 
 # Frozen parameters that forward writes are state of a run, as buffers are.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,8 @@ from hfusion.torch_private import (
     export_state,
     replaced_functions,
 )
+from hfusion.torch_private.inductor_patches import quick_inductor
+from hfusion.torch_private.replaced_functions import silence_tracers
 
 
 # Assumptions of hfusion about torch's dispatch, export and autograd hold on the installed torch.
@@ -165,3 +169,52 @@ def test_arrays_leave_the_seed_of_an_accelerator_that_was_not_used(others: bool)
         assert torch.equal(torch.get_rng_state(), drawn)
         fused(torch.ones(4, 3))
         assert waiting() is pending
+
+
+# Inductor patches apply during one compilation and are undone afterwards.
+
+
+def test_torch_is_left_as_it_was() -> None:
+    from torch._inductor.codecache import CppWrapperCodeCache
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    def state() -> list[Any]:
+        names = ("_get_uncompiled_header", "load_pybinding")
+        return [DtypePropagationOpsHandler.__init__, *(CppWrapperCodeCache.__dict__.get(name) for name in names)]
+
+    def fail() -> None:
+        with quick_inductor():
+            assert all(patched is not original for patched, original in zip(state()[:2], before[:2], strict=True))
+            assert CppWrapperCodeCache._get_uncompiled_header("cuda:0") == "torch/csrc/inductor/cpp_wrapper/cuda.h"
+            raise KeyError
+
+    before = state()
+    with pytest.raises(KeyError):
+        fail()
+    assert state() == before
+
+
+# Tracers are silent, and leave the process as it was.
+
+
+def speak() -> None:
+    warnings.warn("a warning", stacklevel=1)
+    logging.getLogger("torch.export").error("a log of torch's")
+    logging.getLogger("mine").warning("a log of mine")
+
+
+def test_only_torch_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    before = list(warnings.filters), list(logging.getLogger("torch").filters)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with silence_tracers():
+            with silence_tracers():
+                speak()
+            speak()
+            assert not heard
+            assert caplog.messages == ["a log of mine"] * 2
+        speak()
+        assert len(heard) == 1
+    assert caplog.messages.count("a log of torch's") == 1
+    assert logging.root.manager.disable == 0
+    assert (list(warnings.filters), list(logging.getLogger("torch").filters)) == before

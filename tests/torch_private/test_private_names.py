@@ -260,17 +260,3 @@ def test_every_private_name_of_the_folder_is_in_the_table() -> None:
 def in_table(path: str) -> bool:
     """Return whether a path is a name of the table, lies below one, or is a module of one."""
     return any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for name in TABLE)
-
-
-def test_a_private_name_is_found_wherever_it_stands() -> None:
-    assert list(private_paths("import torch\ntorch._C._get_x()")) == ["torch._C._get_x"]
-    assert list(private_paths("from torch.fx import _x as y\ny()")) == ["torch.fx._x"]
-    assert "torch._dynamo.reset" in private_paths("import torch._dynamo as d\nd.reset()")
-    assert list(private_paths("f('torch._inductor.config')")) == ["torch._inductor.config"]
-    assert list(private_paths("import torch\ntorch._foreach_norm(x)\ntorch.ops.aten._softmax(x)")) == []
-    assert list(foreign_attributes("optimizer._step_count", set())) == ["_step_count"]
-    assert list(foreign_attributes("from torch import optim\noptim._x\nself._own", {"_own"})) == []
-    assert list(patches("from torch import nn\nnn.Module.x = f\nsetattr(nn, 'y', f)\nm.x = f")) == [
-        "nn.Module.x",
-        "setattr(nn, 'y', f)",
-    ]

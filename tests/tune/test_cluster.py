@@ -20,7 +20,6 @@ from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_mod
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("cloudpickle")
-LONG = pytest.mark.cluster
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +35,13 @@ def processes(count: int, **options: Any) -> hf.Cluster:
 class Judge:
     """A metric that kills its process at the ``at``-th judgement there, but not the driver, nor a second time."""
 
-    def __init__(self, at: int, mark: Path, *, always: bool = False) -> None:
-        self.driver, self.at, self.mark, self.always, self.count = os.getpid(), at, mark, always, 0
+    def __init__(self, at: int, mark: Path) -> None:
+        self.driver, self.at, self.mark, self.count = os.getpid(), at, mark, 0
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if os.getpid() != self.driver:
             self.count += 1
-            if self.count == self.at and (self.always or not self.mark.exists()):
+            if self.count == self.at and not self.mark.exists():
                 self.mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return accuracy(output, target)
@@ -98,39 +97,19 @@ def test_two_processes_give_what_one_machine_gives(whole: hf.SweepResult, tempor
         assert list(trial.intermediate_values.values()) == pytest.approx([value for *_, value in expected], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("at", "saved"), [(3, False), pytest.param(1, True, marks=LONG), pytest.param(5, True, marks=LONG)]
-)
-def test_who_is_killed_loses_no_trial(
-    at: int, saved: bool, whole: hf.SweepResult, tmp_path: Path, temporary: Path
-) -> None:
+def test_who_is_killed_loses_no_trial(whole: hf.SweepResult, tmp_path: Path, temporary: Path) -> None:
     before = shared_memory()
-    options = {"directory": tmp_path / "sweep"} if saved else {}
-    result = sweep(processes(2, max_failures=1), metric=Judge(at, tmp_path / "mark"), **options)
+    metric = Judge(3, tmp_path / "mark")
+    result = sweep(processes(2, max_failures=1), metric=metric, directory=tmp_path / "sweep")
     assert (tmp_path / "mark").exists()
     assert_same_sweep(result, whole)
     assert nothing_left(temporary, before)
-    if saved:
-        logs = [read_events(path) for path in (tmp_path / "sweep/logs/arrays").iterdir()]
-        assert any(event.event == "lost" for events in logs for event in events)
-        for trial in result.trials:
-            events = read_events(tmp_path / f"sweep/logs/trials/{trial.number}.log")
-            values = [event.values["value"] for event in events if "value" in event.values]
-            assert values == [f"{value:.6g}" for value in trial.intermediate_values.values()], "each once"
-
-
-@LONG
-def test_a_sweep_that_gave_up_resumes_on_one_machine(whole: hf.SweepResult, tmp_path: Path, temporary: Path) -> None:
-    before, folder = shared_memory(), tmp_path / "sweep"
-    with pytest.raises(hf.HFusionError, match=r"the device of array-\d was lost 2 times: its process has ended with"):
-        sweep(processes(2, max_failures=1), metric=Judge(4, tmp_path / "mark", always=True), directory=folder)
-    assert nothing_left(temporary, before)
-    assert_same_sweep(sweep(MACHINE, directory=folder), whole)
-
-
-@LONG
-def test_copies_within_shapes_are_those_of_one_machine() -> None:
-    assert_same_sweep(sweep(processes(2), pbt=hf.PBT()), sweep(MACHINE, pbt=hf.PBT()))
+    logs = [read_events(path) for path in (tmp_path / "sweep/logs/arrays").iterdir()]
+    assert any(event.event == "lost" for events in logs for event in events)
+    for trial in result.trials:
+        events = read_events(tmp_path / f"sweep/logs/trials/{trial.number}.log")
+        values = [event.values["value"] for event in events if "value" in event.values]
+        assert values == [f"{value:.6g}" for value in trial.intermediate_values.values()], "each once"
 
 
 def raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -165,18 +144,22 @@ def interrupting(space: Callable[[Any], Any], at: int) -> Callable[[Any], Any]:
     return interrupting_space
 
 
-@LONG
-def test_ctrl_c_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
-    before = shared_memory()
+# `hf.sweep` on a machine with several devices: the trials of one device, in a process for each.
+
+pytest.importorskip("optuna")
+pytest.importorskip("cloudpickle")
+ONE = hf.Machine([hf.Device("cpu", memory="1GiB")], "1GiB")
+TWO = hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(2)], "1GiB")
+
+
+def test_all_devices_train_what_one_does(tmp_path: Path) -> None:
+    """Also where the sweep was interrupted, and goes on."""
+    expected = sweep(ONE)
+    assert expected.processes is None
+    folder = tmp_path / "sweep"
     with pytest.raises(KeyboardInterrupt):
-        hf.sweep(
-            make_model,
-            interrupting(space, 10),
-            F.cross_entropy,
-            **loaders(),
-            trials=12,
-            epochs=2,
-            rows=8,
-            machine=processes(2),
-        )
-    assert nothing_left(temporary, before)
+        sweep(TWO, directory=folder, space=interrupting(space, 10))
+    result = sweep(TWO, directory=folder)
+    assert_same_sweep(result, expected)
+    assert str(result.processes) == "2 processes, one for each device: as the sweep that goes on began"
+    assert type(result.best_model) is type(expected.best_model)

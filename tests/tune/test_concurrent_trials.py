@@ -54,26 +54,13 @@ def running(sampler, pruner, *, trials=TRIALS, directions=None, **options):
 
 CASES = {
     "random": (lambda: samplers.RandomSampler(seed=0), pruners.NopPruner, TRIALS),
-    "grid": (lambda: samplers.GridSampler(GRID, seed=0), pruners.NopPruner, TRIALS),
-    "quasi-random": (lambda: samplers.QMCSampler(seed=0, warn_independent_sampling=False), pruners.NopPruner, TRIALS),
     "random, a fixed threshold": (
         lambda: samplers.RandomSampler(seed=0),
         lambda: pruners.ThresholdPruner(upper=1e9),
         TRIALS,
     ),
-    "random, patience": (lambda: samplers.RandomSampler(seed=0), lambda: pruners.PatientPruner(None, 1), TRIALS),
     "random, a median": (lambda: samplers.RandomSampler(seed=0), pruners.MedianPruner, 4),
-    "random, a patient median": (
-        lambda: samplers.RandomSampler(seed=0),
-        lambda: pruners.PatientPruner(pruners.MedianPruner(), 1),
-        4,
-    ),
     "tpe": (lambda: samplers.TPESampler(seed=0), pruners.NopPruner, 4),
-    "tpe with a fixed value": (
-        lambda: samplers.PartialFixedSampler({"momentum": 0.5}, samplers.TPESampler(seed=0)),
-        pruners.NopPruner,
-        4,
-    ),
     "random with a fixed value": (
         lambda: samplers.PartialFixedSampler({"momentum": 0.5}, samplers.RandomSampler(seed=0)),
         pruners.NopPruner,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from tests.simulated.device import missing
+from hfusion.tune.heartbeat import dead_runs
 from tests.tune.cases import MACHINE, accuracy, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
@@ -103,13 +105,10 @@ def needs_eps(eps: float) -> nn.Module:
 ADDRESSED: list[tuple[Callable[..., nn.Module], dict[str, float], tuple[float, float] | None]] = [
     (Normed, {"eps": 0.1}, None),
     (needs_eps, {"eps": 0.1}, None),
-    (partial(Normed, eps=0.2), {"eps": 0.1}, None),
     (Normed, {"optimizer.eps": 0.1}, (0.1, 0.5)),
     (Normed, {"make_model.eps": 0.1}, (1e-8, 0.1)),
     (needs_eps, {"optimizer.eps": 0.3, "make_model.eps": 0.1}, (0.3, 0.1)),
     (by_keywords, {"eps": 0.1}, (0.1, 0.5)),
-    (by_keywords, {"eps": 0.1, "make_model.eps": 0.3}, (0.1, 0.3)),
-    (make_model, {"optimizer.eps": 0.1}, (0.1, 0.0)),
 ]
 
 
@@ -139,15 +138,6 @@ def test_a_name_that_both_take_is_addressed(
     assert result.best_value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
 
 
-def test_a_categorical_of_none_reaches_the_model() -> None:
-    def make(hidden: int | None) -> nn.Module:
-        return make_model(4 if hidden is None else hidden)
-
-    result = sweep(lambda t: {"hidden": t.suggest_categorical("hidden", [None, 8])}, make, trials=8)
-    assert {trial.params["hidden"] for trial in result.trials} == {None, 8}
-    assert states(result.study) == ["COMPLETE"] * 8
-
-
 def test_nan_fails_its_trial_alone() -> None:
     """Of a metric, a loss, and a learning rate that explodes."""
 
@@ -164,35 +154,13 @@ def test_nan_fails_its_trial_alone() -> None:
     assert result.best_params == {"lr": 1e-3}
 
 
-def test_a_metric_that_is_always_nan_leaves_no_best() -> None:
-    result = sweep(metric=lambda output, target: float("nan"))
-    assert states(result.study) == ["FAIL"] * 4
-    with pytest.raises(ValueError, match="no trial of this sweep is complete"):
-        _ = result.best_model
-    assert "4 trials: 4 fail" in str(result)
-
-
-def test_a_pruner_that_prunes_all() -> None:
-    result = sweep(pruner=optuna.pruners.ThresholdPruner(upper=0.0), trials=9)
-    assert states(result.study) == ["PRUNED"] * 9
-    assert [trial.user_attrs["hfusion:round"] for trial in result.trials] == [0] * 4 + [1] * 4 + [2]
-
-
-def test_zero_trials() -> None:
-    result = sweep(trials=0)
-    assert result.trials == []
-    assert "0 trials" in str(result)
-
-
-@pytest.mark.parametrize(("name", "value"), [("trials", -1), ("epochs", 0), ("rows", 0), ("trials", 2.5)])
-def test_numbers_that_are_none(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name}={value}: give a whole number of at least"):
-        sweep(**{name: value})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("trials", -1, "trials=-1: give a whole number of at least"),
+        ("epochs", 0, "epochs=0: give a whole number of at least"),
+        ("rows", 0, "rows=0: give a whole number of at least"),
+        ("processes", -1, "processes=-1: give a whole number of at least 0, or None"),
         ("make", make_model(), "make_model is a module: give a function that makes one"),
         ("make", lambda: None, "make_model gave NoneType for trial 0: return an nn.Module"),
         (
@@ -271,36 +239,45 @@ def test_a_folder_is_of_one_process(tmp_path: Path) -> None:
         sweep(space, directory=tmp_path)
 
 
-def test_enqueued_trials_come_first() -> None:
+# A sweep marks running trials of dead sweeps as failed, and leaves those of other sweeps alone.
+
+
+def ended_process() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def running_trial(study: Any, run: str | None, **beat: Any) -> int:
+    """Start a trial of a sweep with this heartbeat, and return its number."""
+    trial = study.ask()
+    if run is not None:
+        trial.set_user_attr("hfusion:run", run)
+        defaults = {"host": socket.gethostname(), "process": os.getpid(), "directory": None, "until": time.time() + 60}
+        study.set_user_attr(f"hfusion:sweep:{run}", {**defaults, **beat})
+    return int(trial.number)
+
+
+def test_trials_of_dead_sweeps_are_marked_failed(tmp_path: Path) -> None:
     study = optuna.create_study()
-    study.enqueue_trial({"lr": 0.123})
-    assert sweep(study=study).trials[0].params == {"lr": 0.123}
-
-
-def test_a_loader_that_cannot_be_read_again() -> None:
-    loader = iter(list(loaders()["loader"]))
-    with pytest.raises(hf.PlanError, match="can be read again"):
-        sweep(loader=loader)
-
-
-def test_memory_bounds_the_rows_and_shapes_wait() -> None:
-    """Of five shapes one or two fit at once; every trial is trained in the end."""
-    budget = 100_000
-    machine = hf.Machine([hf.Device("cpu", memory=budget)], "1GiB")
-    result = sweep(
-        lambda t: {"hidden": t.suggest_categorical("hidden", [24, 32, 48, 64])}, machine=machine, trials=8, rows=8
+    process = ended_process()
+    dead = [
+        running_trial(study, "gone", process=process),
+        running_trial(study, "far", host="elsewhere", process=1, until=time.time() - 1),
+    ]
+    others = [
+        running_trial(study, None),
+        running_trial(study, "alive"),
+        running_trial(study, "far and alive", host="elsewhere", process=process),
+        running_trial(study, "comes back", process=process, directory=str(tmp_path)),
+    ]
+    assert dead_runs(study) == {"gone", "far"}
+    result = hf.sweep(
+        make_model, lambda trial: {}, F.cross_entropy, study=study, trials=1, epochs=1, machine=MACHINE, **loaders()
     )
-    began = [trial.user_attrs["hfusion:round"] for trial in result.trials]
-    assert states(result.study) == ["COMPLETE"] * 8
-    assert max(began) > 0
-    with pytest.raises(hf.PlanError, match=r"trial 0 with .* needs .* bytes to be trained, and device cpu has 9,000"):
-        sweep(lambda t: {"hidden": 64}, machine=hf.Machine([hf.Device("cpu", memory=9000)], "1GiB"))
-
-
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
-def test_never_more_memory_than_the_budget() -> None:
-    """On a simulated device, in a separate process: torch keeps a device that was added."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.tune.memory"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("0 bytes are left") == 2
+    states = {trial.number: trial.state.name for trial in study.trials}
+    assert [states[number] for number in dead] == ["FAIL"] * 2
+    assert [states[number] for number in others] == ["RUNNING"] * 4
+    assert [trial.state.name for trial in result.trials] == ["COMPLETE"]
+    assert dead_runs(study) == {"gone", "far", result.trials[0].user_attrs["hfusion:run"]}

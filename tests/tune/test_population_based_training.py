@@ -162,12 +162,3 @@ def test_values_stay_in_their_bounds() -> None:
     drawn = [anew.explored(params, distributions, lambda changed: True, draw)["log"] for _ in range(300)]
     # Half of all draws from a log range lie below its geometric mean.
     assert 100 < sum(value < 10**-2.5 for value in drawn) < 200
-
-
-def test_impossible_settings() -> None:
-    for name, value in (("interval", 1.5), ("perturbation_factors", ()), ("perturbation_factors", (-1.0, 2.0))):
-        with pytest.raises(ValueError, match=f"{name}=.*: give"):
-            hf.PBT(**{name: value})
-    for options in ({"interval": 0}, {"quantile_fraction": 0.6}, {"resample_probability": 2.0}):
-        with pytest.raises(ValueError, match="interval at least 1"):
-            hf.PBT(**options)  # type: ignore[arg-type]

@@ -72,11 +72,8 @@ def test_killed_again_and_again(
 S = optuna.samplers
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "qmc": lambda: S.QMCSampler(seed=3, warn_independent_sampling=False),
-    "scrambled qmc": lambda: S.QMCSampler(seed=3, scramble=True, qmc_type="halton"),
-    "fixed qmc": lambda: S.PartialFixedSampler({"momentum": 0.5}, S.QMCSampler(seed=3)),
     "gp": lambda: S.GPSampler(seed=3, n_startup_trials=3),
     "cma": lambda: S.CmaEsSampler(seed=3, n_startup_trials=2, popsize=4, with_margin=True),
-    "nsga3": lambda: S.NSGAIIISampler(seed=2, population_size=4),
     "tpe": lambda: S.TPESampler(seed=3, n_startup_trials=3, multivariate=True, constant_liar=True),
     "brute force": lambda: S.BruteForceSampler(seed=1),
 }

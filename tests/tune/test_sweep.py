@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
+from hfusion.tune.shape_array import seconds_saved
+from hfusion.tune.trial_rows import TrialRows
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
 optuna = pytest.importorskip("optuna")
@@ -107,18 +110,34 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_after_a_timeout_no_trial_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    suggested: list[int] = []
+# The choice between plain trials and an array by what plain ones take, and the change from plain to array.
 
-    def slow(trial: Any) -> dict[str, Any]:
-        suggested.append(trial.number)
-        # As if the second trial had taken an hour to suggest.
-        if trial.number == 1:
-            now = time.monotonic()
-            monkeypatch.setattr("hfusion.tune.sweep_runner.time.monotonic", lambda: now + 3600)
-        return space(trial)
+pytest.importorskip("optuna")
 
-    result = sweep(8, space=slow, pruner=PRUNERS["none"](), timeout=1800)
-    assert suggested == [0, 1]
-    assert [trial.state.name for trial in result.trials] == ["COMPLETE"] * 2
-    assert all(len(trial.intermediate_values) == EPOCHS for trial in result.trials)
+
+@pytest.fixture
+def promoted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Trials are plain until one of them has two epochs left; how many became an array each time."""
+    counts: list[int] = []
+    adopt = TrialRows.adopt
+
+    def counted(rows: TrialRows, saved: Any, members: Any) -> None:
+        counts.append(len(members))
+        adopt(rows, saved, members)
+
+    monkeypatch.setattr(TrialRows, "adopt", counted)
+    monkeypatch.setattr(
+        "hfusion.tune.shape_array.seconds_saved", lambda epochs, *args: math.inf if min(epochs) <= 2 else -math.inf
+    )
+    return counts
+
+
+def saved(epochs: tuple[int, ...] = (10, 10, 10, 10), side_by_side: int = 1, plain: float | None = 1e-3) -> float:
+    footprint: Any = SimpleNamespace(array_seconds=lambda rows, plain: 2e-3, startup=0.5)
+    return seconds_saved(epochs, 100, plain, footprint, side_by_side)
+
+
+@pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss")])
+def test_values_of_trials_that_become_an_array(pruner: str, metric: str, promoted: list[int]) -> None:
+    test_values_are_those_of_trials_alone(pruner, metric)
+    assert max(promoted) > 1

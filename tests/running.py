@@ -1,4 +1,4 @@
-"""A run in a separate process, which waits in a minibatch: ``python -m tests.status.running KIND FOLDER MARK``.
+"""A run in a separate process, which waits in a minibatch: ``python -m tests.running KIND FOLDER MARK``.
 
 It makes the file MARK when it waits, and goes on when that is gone.
 """

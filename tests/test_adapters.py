@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hfusion as hf
-from tests.adapters.models import (
-    AVERAGED,
-    BERT,
-    CONVOLUTIONS,
-    GPT2,
-    LLAMA,
-    Averaged,
-    Base,
-    Run,
-    alone,
-    assert_same,
-    convolutions,
-    llama,
-    population,
-)
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -37,6 +25,176 @@ pytestmark = [
 ]
 
 QV = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+# Small bases with random weights, in float64, and peft alone as the oracle.
+
+VOCABULARY = 40
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).double()
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    return BertForSequenceClassification(config).double()
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config).double()
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).double()
+
+
+class Averaged(nn.Module):
+    """Normalises by an average of its own, and has a table that is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(36, 6), nn.Linear(6, 3)
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("table", torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scaled(self.inner(x.flatten(1)))
+        if not self.training:
+            return self.outer(hidden - self.average)
+        self.average.lerp_(hidden.detach().mean(0), 0.1)
+        return self.outer(hidden - hidden.mean(0))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+def averaged() -> nn.Module:
+    torch.manual_seed(0)
+    return Averaged().double()
+
+
+def next_token(out: Any, ids: Tensor) -> Tensor:
+    return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def labelled(out: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(getattr(out, "logits", out), target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A base, a batch ``[members, ...]`` and a loss."""
+
+    make: Callable[[], Any]
+    data: Callable[[int], tuple[Tensor, Tensor]]
+    loss: Callable[..., Tensor]
+
+
+def tokens(members: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (members, 2, 5))
+    return ids, ids
+
+
+def documents(members: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(VOCABULARY, (members, 4, 6)), torch.randint(3, (members, 4))
+
+
+def images(members: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(members, 4, 1, 6, 6, dtype=torch.float64), torch.randint(3, (members, 4))
+
+
+LLAMA = Base(llama, tokens, next_token)
+BERT = Base(bert, documents, labelled)
+GPT2 = Base(gpt2, tokens, next_token)
+AVERAGED = Base(averaged, images, labelled)
+CONVOLUTIONS = Base(convolutions, images, labelled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How members are trained: one value each of everything."""
+
+    rates: Sequence[float]
+    clips: Sequence[float]
+    data: Sequence[tuple[Tensor, Tensor]]
+
+    @staticmethod
+    def of(base: Base, members: int, steps: int = 3) -> Run:
+        torch.manual_seed(1)
+        rates = [1e-2 * 1.7**b for b in range(members)]
+        clips = [0.1 + 0.2 * b for b in range(members)]
+        return Run(rates, clips, [base.data(members) for _ in range(steps)])
+
+
+def alone(base: Base, config: Any, seed: int, run: Run, member: int) -> Any:
+    """The member as peft and torch.optim train it."""
+    from peft import get_peft_model
+
+    base_model = base.make()
+    torch.manual_seed(seed)
+    model = get_peft_model(base_model, copy.deepcopy(config))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=run.rates[member], weight_decay=0.1)
+    for inputs, target in run.data:
+        optimizer.zero_grad()
+        base.loss(model(inputs[member]), target[member]).backward()
+        torch.nn.utils.clip_grad_norm_(trained, run.clips[member])
+        optimizer.step()
+    return model
+
+
+def population(base: Base, adapters: Any, run: Run) -> hf.Population:
+    return hf.Population(
+        adapters,
+        optimizer=lambda params: hf.optim.AdamW(params, lr=run.rates, weight_decay=0.1),
+        loss=base.loss,
+        clip_norm=run.clips,
+        compile=False,
+    )
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Every tensor of two models, by name."""
+    actual_state, expected_state = actual.state_dict(), expected.state_dict()
+    assert actual_state.keys() == expected_state.keys()
+    for name, tensor in expected_state.items():
+        torch.testing.assert_close(actual_state[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
 
 CASES: dict[str, tuple[Base, dict[str, Any], list[dict[str, Any]]]] = {
     "ranks, alphas, layers": (
@@ -108,31 +266,6 @@ def logits(out: Any) -> Any:
     return getattr(out, "logits", out)
 
 
-def test_the_base_is_kept_once_and_stays_as_it_is() -> None:
-    base = llama()
-    before = {name: (tensor, tensor.clone(), tensor.requires_grad) for name, tensor in base.named_parameters()}
-    adapters = hf.lora(base, lora_config(**QV), 3)
-    fused = hf.fuse(adapters)
-    for name, (tensor, value, grad) in before.items():
-        assert dict(base.named_parameters())[name] is tensor
-        assert torch.equal(tensor, value)
-        assert tensor.requires_grad is grad
-    places = {tensor.data_ptr() for tensor in base.parameters()}
-    frozen = [parameter for parameter in fused.parameters() if not parameter.requires_grad]
-    assert {parameter.data_ptr() for parameter in frozen} == places
-    assert base.config.use_cache
-    plain: Any = adapters[0].plain()
-    assert plain.config.use_cache
-    merged = adapters[0].merge_and_unload()
-    assert not {parameter.data_ptr() for parameter in merged.parameters()} & places
-    from peft import get_peft_model
-
-    get_peft_model(base, lora_config(**QV))  # as it changes the base, and not what the array knows of it
-    assert_same(adapters.member(seed=3).plain(), hf.lora(llama(), lora_config(**QV), seeds=[3])[0].plain())
-    with pytest.raises(hf.FusionError, match="merge_adapter would write into the base"):
-        adapters[0].merge_adapter()
-
-
 def test_members_join_leave_and_are_copied() -> None:
     base, config = LLAMA, lora_config(r=4, **QV)
     run = Run.of(base, 3, steps=6)
@@ -190,42 +323,3 @@ def test_wrong_arguments(case: str) -> None:
     members, options, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         hf.lora(llama(), lora_config(**QV), members, **options)
-
-
-def test_adapters_that_do_not_fit_the_array_are_refused(tmp_path: Path) -> None:
-    adapters = hf.lora(llama(), lora_config(r=2, **QV), 2)
-    with pytest.raises(hf.FusionError, match=r"rank 4 does not fit an array whose largest rank is 2.*max_rank=4"):
-        adapters.member(r=4)
-    with pytest.raises(hf.FusionError, match=r"adapts .*k_proj, which none of the members"):
-        adapters.member(target_modules=["k_proj"])
-    with pytest.raises(hf.FusionError, match=r"lora_dropout=0\.5"):
-        adapters.member(lora_dropout=0.5)
-    with pytest.raises(hf.FusionError, match="base has an adapter already"):
-        hf.lora(adapters[0], lora_config(**QV), 2)
-    with pytest.raises(ValueError, match="step of Muon depends on a matrix as a whole"):
-        hf.optim.Muon([p for p in hf.fuse(adapters).parameters() if p.requires_grad])
-
-
-def test_statistics_are_a_members_own() -> None:
-    base = convolutions()
-    adapters = hf.lora(base, lora_config(target_modules=["0"]), 2)
-    assert adapters[0].get_buffer("base_model.model.1.running_mean") is not adapters[1].get_buffer(
-        "base_model.model.1.running_mean"
-    )
-    assert isinstance(hf.fuse(adapters)[0], nn.Module)
-
-
-class Masked(Averaged):
-    """Holds what can be computed again in a buffer that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(6), persistent=False)
-
-
-def test_only_buffers_outside_of_the_state_dict_are_shared() -> None:
-    base = nn.Sequential(Masked(), nn.Linear(6, 6))
-    members = hf.lora(base, lora_config(target_modules=["1"]), 2)
-    buffers = [dict(member.base_model.model[0].named_buffers()) for member in members]
-    assert buffers[0]["mask"] is buffers[1]["mask"]
-    assert all(buffers[0][name] is not buffers[1][name] for name in buffers[0].keys() - {"mask"})

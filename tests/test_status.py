@@ -22,17 +22,17 @@ import hfusion as hf
 from hfusion.__main__ import main
 from hfusion.core.event_log import read_events, resuming
 from hfusion.status.runs import MemberStatus, RunStatus, read_status
-from tests.status.running import tasks, train
+from tests.running import tasks, train
 from tests.tune.cases import MACHINE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextmanager
 def waiting(kind: str, folder: Path, mark: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run in another process, which waits in a minibatch until the mark is removed."""
     environment = {**os.environ, "HFUSION_RATES": "standard", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.status.running", kind, str(folder), str(mark)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.running", kind, str(folder), str(mark)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         try:
             deadline = time.monotonic() + 120
@@ -109,33 +109,6 @@ def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest
     (resumed,) = [event for event in logged if event.event == "resumed"]
     assert 4 <= int(resumed.values["minibatch"].partition("/")[0]) <= 7
     torch.testing.assert_close(report["lines"].losses, hf.train(tasks(), MACHINE)["lines"].losses, rtol=0, atol=0)
-
-
-def test_ctrl_c(tmp_path: Path) -> None:
-    def pressed(event: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, pressed)
-    run, member = only(tmp_path)
-    assert (run.state, member.state) == ("interrupted", "not running")
-
-
-def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "file").write_text("")
-    hf.save(tmp_path / "one", hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
-    for name, message in [
-        ("nowhere", "is no folder"),
-        ("file", "is no folder"),
-        ("other", "holds no log of a run"),
-        ("one", "holds no log of a run"),
-    ]:
-        assert main(["status", str(tmp_path / name)]) == 2
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert str(tmp_path / name) in shown.err
-        assert message in shown.err
 
 
 def test_the_folder_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.program import Capture
-from tests.alone import assert_alone, normal
-from tests.forwards.table import branch, exports, linear, module, square
+from tests.alone import normal
 
 # How often forward is traced and run: captures are found again, and few runs answer all questions of one.
 SCALE = 2.0
@@ -115,71 +111,6 @@ def test_a_capture_is_found_again_only_where_nothing_is_different(monkeypatch: p
     assert found(first_model, x).graph is not first
 
 
-KINDS = {
-    "what has no content to compare": module(
-        lambda self, x: self.fc(x) * copy.deepcopy(self.source).random(), fc=linear, source=lambda: random.Random(0)
-    ),
-    "a tensor that is freed with it": module(lambda self, x: self.fc(x) * self.held, fc=linear, held=torch.ones(4)),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_modules_that_cannot_be_recognized_are_captured_each_time(kind: str) -> None:
-    model = KINDS[kind]()
-    assert found(model, normal(3, 4)).graph is not found(model, normal(3, 4)).graph
-
-
-RUNS = {
-    "layers": module(lambda self, x: self.fc(x).relu(), fc=linear),
-    "branch": module(lambda self, x: branch(self.fc(x)), fc=linear),
-    "branch inside": module(lambda self, x: self.inner(self.fc(x)), fc=linear, inner=module(lambda self, x: branch(x))),
-    "result left": module(lambda self, x: (setattr(self, "last", self.fc(x).detach()), self.fc(x))[1], fc=linear),
-    "norm and dropout": module(lambda self, x: self.m(x), m=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1))),
-    "lstm": module(lambda self, x: self.m(x)[0], m=lambda: nn.LSTM(4, 4)),
-}
-
-
-@pytest.mark.parametrize("members", [1, 4])
-@pytest.mark.parametrize("kind", RUNS)
-def test_forward_runs_few_times_before_the_first_output(kind: str, members: int) -> None:
-    """Of these, one is the trace and one the check of the array, in which further members run once."""
-    models = [RUNS[kind]() for _ in range(members)]
-    code, count = type(models[0]).forward.__code__, 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        # Seen from outside, as a counter in forward would be state.
-        count += event == "call" and frame.f_code is code
-
-    fused, x = hf.fuse(models), normal(5, 4)
-    sys.setprofile(profile)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            fused(x)
-    finally:
-        sys.setprofile(None)
-    assert count <= 6 + members - 1
-
-
-def test_depth_costs_no_exports() -> None:
-    counts = []
-    for depth in (2, 5):
-        inner = lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), square()))  # noqa: E731
-        deep = module(_added, rows=lambda depth=depth, inner=inner: nn.ModuleList(inner() for _ in range(depth)))
-        with exports() as names:
-            text = str(assert_alone([deep() for _ in range(2)], normal(3, 4)).report())
-        assert all(f"loop over members, rows.{k}.1.1: " in text for k in range(depth))
-        counts.append(len(names))
-    assert counts[0] == counts[1]
-
-
-def _added(self: Any, x: Tensor) -> Tensor:
-    for row in self.rows:
-        x = x + row(x)
-    return x
-
-
 # Members that give, and hand to one another, containers of their author's own.
 @dataclass
 class Plain:
@@ -191,11 +122,6 @@ class Plain:
 class Frozen:
     sample: Tensor
     count: int = 3
-
-
-@dataclass(slots=True)
-class Slotted:
-    sample: Tensor
 
 
 @dataclass
@@ -223,11 +149,6 @@ pytree.register_pytree_node(
 )
 
 
-class Named(NamedTuple):
-    sample: Tensor
-    inner: Any
-
-
 @dataclass
 class Counting:
     """Has more than its fields say."""
@@ -246,11 +167,8 @@ class Around:
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "dataclass": Plain,
-    "frozen": Frozen,
-    "slots": Slotted,
     "mapping": lambda y: Mapped(sample=y, extra=(y * 2, None)),
     "dataclass in a dataclass": lambda y: Plain(y, {"more": Frozen(y * 2)}),
-    "dataclass in a named tuple": lambda y: Named(y, Plain(y * 2, "text")),
 }
 
 
@@ -300,3 +218,108 @@ def test_losses_read_their_attributes(name: str, compile: bool) -> None:
 def test_containers_with_more_than_their_fields_are_refused(output: Callable[[Tensor], Any]) -> None:
     with pytest.raises(hf.FusionError, match=f"returns (a )?{output.__name__}; let it return tensors only"):  # type: ignore[attr-defined]
         hf.fuse([Net(output), Net(output)])(normal(5, 4))
+
+
+# Members with hooks of torch's own tools train as alone: pruning, the old norms, fake quantisers.
+
+MEMBERS = 3
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
+    pytest.mark.filterwarnings("ignore:_aminmax is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+]
+
+
+class Threshold(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, tensor: Tensor, default_mask: Tensor) -> Tensor:
+        return default_mask * (tensor.abs() > 0.2)
+
+
+def by_threshold(module: nn.Module) -> nn.Module:
+    Threshold.apply(module, "weight")
+    return module
+
+
+class Branch(nn.Linear):
+    """Runs member by member."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.detach().sum()) > -1e9 else -x)
+
+
+HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "own method": by_threshold,
+    "twice": lambda m: prune.l1_unstructured(prune.random_structured(m, "weight", 0.25, dim=0), "weight", 2),
+    "old weight norm": lambda m: nn.utils.weight_norm(m, dim=1),
+    "old spectral norm": lambda m: nn.utils.spectral_norm(m, n_power_iterations=2),
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {"dense": lambda: nn.Linear(4, 4), "looped": lambda: Branch(4, 4)}
+
+
+def compare_training(members: list[nn.Module], x: Tensor) -> hf.FusedModule:
+    """Assert that an array trains as ``members`` alone do; gives the array, in eval mode."""
+    array = hf.fuse(members)
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in (array, *members)]
+    for _ in range(3):
+        outputs, *rows = [module(x) for module in (array, *members)]
+        torch.testing.assert_close(outputs, torch.stack(rows), rtol=1e-9, atol=1e-12)
+        for optimizer, output in zip(optimizers, (outputs, *rows), strict=True):
+            optimizer.zero_grad()
+            output.sin().sum().backward()
+            optimizer.step()
+    for module in (array, *members):
+        module.eval()
+    expected = torch.stack([member(x) for member in members])
+    torch.testing.assert_close(array(x), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.stack([m(x) for m in array.unfuse()]), expected, rtol=1e-9, atol=1e-12)
+    for name, stack in array.state_dict().items():
+        torch.testing.assert_close(stack, torch.stack([m.state_dict()[name] for m in members]), rtol=1e-9, atol=1e-12)
+    return array
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooked_members_train_as_alone(name: str, layer: str) -> None:
+    torch.manual_seed(0)
+    members = [
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), HOOKED[name](LAYERS[layer]())).double() for _ in range(MEMBERS)
+    ]
+    compare_training(members, torch.randn(5, 4, dtype=torch.float64))
+
+
+def prepared() -> nn.Module:
+    from torch.ao import quantization
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    fake, weight = quantization.default_fake_quant, quantization.default_weight_fake_quant
+    shared_qconfig = quantization.QConfig(activation=fake, weight=weight)
+    model.qconfig = shared_qconfig
+    return quantization.prepare_qat(model)
+
+
+def test_quantisation_aware_training() -> None:
+    from torch.ao.quantization import convert
+
+    members = [prepared() for _ in range(2)]
+    x = torch.randn(6, 4)
+    for member in members:
+        # The ranges of channels get their size at the first call.
+        member(x)
+    array = hf.fuse(members)
+    for _ in range(3):
+        for module in (array, *members):
+            module.zero_grad()
+            module(x).sin().sum().backward()
+        for name, stack in array.named_parameters():
+            torch.testing.assert_close(stack.grad, torch.stack([m.get_parameter(name).grad for m in members]))
+        for name, stack in array.named_buffers():
+            torch.testing.assert_close(stack, torch.stack([m.get_buffer(name) for m in members]))
+    quantized = [convert(model.eval()) for model in (array.unfuse()[1], members[1])]
+    assert [type(part) for part in quantized[0]] == [type(part) for part in quantized[1]]

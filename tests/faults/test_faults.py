@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.core.errors import PlanError
-from hfusion.optim.base import FusedOptimizer
+from hfusion.core.errors import PlanError, SpillError
+from hfusion.schedule.plan import Plan
 from hfusion.tasks.task import Step
 from tests.faults.arrays import LOADER, WAY, Pair, Small, array, by_loop, equal_states, nothing_left, state_of
-from tests.trained import BATCHES, EPOCHS, Way, assert_same, machine, plain, planned, task
+from tests.trained import BATCHES, EPOCHS, Way, assert_same, fused, machine, plain, planned, task
 
 
 @dataclass(frozen=True)
@@ -140,15 +145,6 @@ def test_a_fault_in_one_task(fault: str, resident: bool, on: hf.Machine) -> None
         assert_same([array(index) for index in range(3)], again, [by_loop(index) for index in range(3)], on, plan)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_ending_the_process_is_no_fault_of_a_task(kind: type[BaseException], on: hf.Machine) -> None:
-    def end(result: object) -> None:
-        raise kind("enough")
-
-    with nothing_left(on), pytest.raises(kind, match="enough"):
-        hf.train([task(array(0), WAY, LOADER, "good")], on, on_result=end)
-
-
 def test_a_fault_on_one_of_two_devices(on: hf.Machine) -> None:
     """The other device's task is at its end when the fault comes, and in the report."""
     ended = threading.Event()
@@ -197,54 +193,123 @@ def test_processes_that_read_for_a_loader_are_gone(fails: bool, on: hf.Machine) 
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-@pytest.mark.parametrize("where", ["factory", "first minibatch"])
-def test_a_fault_before_anything_runs_is_raised_as_it_is(where: str, on: hf.Machine) -> None:
-    def fail(*args: Any) -> Any:
-        raise LookupError(where)
-
-    def factory(params: list[nn.Parameter]) -> FusedOptimizer:
-        return fail() if where == "factory" else hf.optim.SGD(params, lr=0.1)
-
-    class Unread:
-        def __len__(self) -> int:
-            return 2
-
-        def __iter__(self) -> Iterator[Pair]:
-            return iter(map(fail, range(2)))
-
-    before = state_of(array(0))
-    loader = Unread() if where == "first minibatch" else LOADER
-    bad = hf.Task(array(0), nn.functional.cross_entropy, factory, loader, name="bad")
-    with nothing_left(on), pytest.raises(LookupError, match=where) as raised:
-        hf.train(bad, on)
-    assert raised.value.__notes__ == ["in the task 'bad'"]
-    assert equal_states(array(0), before)
-
-
 def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     raise LookupError("no such word")
 
 
-LOSSES: dict[str, tuple[Any, str]] = {
-    "fails": (
-        fails,
-        r"failed at its first call, with zeros of shape \[3, 6, 3\] as .* 3 members: LookupError: no such",
-    ),
-    "no function": (1, "must be a function, such as F.cross_entropy, got int"),
-    "nothing": (lambda y, t: None, "of 3 members have NoneType; the loss must reduce to one number per member"),
-    "a number": (lambda y, t: y.sum().item(), "of 3 members have float; the loss must reduce to one number per member"),
-    "of samples": (lambda y, t: y.sum(1), r"of 3 members have shape \[3, 6\]; the loss must reduce to one number"),
-    "two": (lambda y, t: (y.sum(), t), "of 3 members have tuple; the loss must reduce to one number per member"),
-    "whole numbers": (lambda y, t: y.argmax(), "of dtype torch.int64, have no gradient, so nothing would be trained"),
-    "detached": (lambda y, t: y.detach().sum(), "of dtype torch.float64, have no gradient"),
-}
+# Disks that fail, processes that are killed, Ctrl-C: the error reaches the caller, and nothing is left behind.
 
 
-@pytest.mark.parametrize("case", LOSSES)
-def test_a_loss_that_cannot_be_used(case: str, on: hf.Machine) -> None:
-    loss, words = LOSSES[case]
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file of this process can grow beyond ``most`` bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(on: hf.Machine) -> None:
+    """It is full when the second task's state is to go there."""
+    large = fused(lambda: nn.Linear(6, 3000))
+    before = [state_of(array(0)), state_of(large)]
+    tasks = [task(array(0), WAY, LOADER, "small"), task(large, WAY, LOADER, "large")]
+    plan = planned(tasks, on, [2, 1], [False, False])
+    words = r"cannot spill [\d,]+ bytes to .*: File too large; free space there, .* more host memory"
+    with nothing_left(on), small_files(1 << 18), pytest.raises(SpillError, match=words):
+        hf.train(tasks, on, plan=plan)
+    assert equal_states(array(0), before[0])
+    assert equal_states(large, before[1])
+    again = [task(array(0), WAY, LOADER, "small"), task(large, WAY, LOADER, "large")]
+    expected = [by_loop(0), plain(large, WAY, LOADER)]
+    with nothing_left(on):
+        assert_same([array(0), large], again, expected, on, plan)
+
+
+def spilled(disk: str, callback: Callable[[Step], None] | None = None) -> tuple[hf.Task, hf.Machine, Plan]:
+    """A task, a machine, and a plan that spills to ``disk``."""
+    spilled_task = task(array(0), WAY, LOADER, callbacks=[callback] if callback else [])
+    on = machine(host="1B", disk=disk)
+    return spilled_task, on, planned([spilled_task], on, [3], [False])
+
+
+def train_until_killed(disk: str) -> None:
+    """Train spilled, say so after a few minibatches, and go no further."""
+
+    def wait(step: Step) -> None:
+        if step.step == 2:
+            print("training", flush=True)
+            threading.Event().wait()
+
+    spilled_task, on, plan = spilled(disk, wait)
+    hf.train([spilled_task], on, plan=plan)
+
+
+def test_a_killed_process(on: hf.Machine) -> None:
+    code = "import sys; from tests.faults import ; train_until_killed(sys.argv[1])"
+    root = Path(__file__).parents[2]
+    others: list[Path] = []
+    spilled_task, _, plan = spilled(str(on.disk), lambda step: others.extend(on.disk.iterdir()))
+    with subprocess.Popen([sys.executable, "-c", code, on.disk], cwd=root, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"training\n"
+            (leftover,) = on.disk.iterdir()
+            assert_same([array(0)], [spilled_task], [by_loop(0)], on, plan)
+            assert leftover in others
+        finally:
+            child.kill()
+    assert len(list(leftover.glob("*.safetensors"))) == 3
+    others.clear()
+    assert_same([array(0)], [spilled_task], [by_loop(0)], on, plan)
+    assert others
+    assert leftover not in others
+    assert not list(on.disk.iterdir())
+    on.disk.rmdir()
+
+
+@contextmanager
+def interruptible(handled: threading.Semaphore) -> Iterator[None]:
+    """Ctrl-C as Python handles it, which workers of pytest-xdist do not; releases ``handled``."""
+
+    def handle(number: int, frame: Any) -> None:
+        handled.release()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
+def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
+    handled = threading.Semaphore(0)
+
+    def press(step: Step) -> None:
+        if (step.epoch, step.step) == (0, 3):
+            main = threading.main_thread().ident
+            assert main is not None
+            for _ in range(times):
+                signal.pthread_kill(main, signal.SIGINT)
+                handled.acquire()
+
     before = state_of(array(0))
-    with nothing_left(on), pytest.raises(PlanError, match=f"^task 'bad': the loss.*{words}") as raised:
-        hf.train(task(array(0), WAY, LOADER, "bad", loss=loss), on)
-    assert isinstance(raised.value.__cause__, LookupError) or case != "fails"
-    assert equal_states(array(0), before)
+    interrupted = task(array(0), WAY, LOADER, callbacks=[press])
+    plan = planned([interrupted], on, [3], [resident])
+    with nothing_left(on), interruptible(handled), pytest.raises(KeyboardInterrupt):
+        hf.train([interrupted], on, plan=plan)
+    assert not equal_states(array(0), before)
+    storages = [tensor.untyped_storage() for tensor in array(0).state_dict().values()]
+    sizes = [tensor.nbytes for tensor in array(0).state_dict().values()]
+    assert [storage.nbytes() for storage in storages] == sizes
+    assert all(tensor.isfinite().all() for tensor in array(0).state_dict().values())
+    going_on = task(array(0), WAY, LOADER)
+    assert hf.train([going_on], on)["task"].losses.isfinite().all()
+    array(0).load_state_dict(before)
+    with nothing_left(on):
+        assert_same([array(0)], [task(array(0), WAY, LOADER)], [by_loop(0)], on, plan)
