@@ -381,6 +381,8 @@ class TrainingGroup:
     def _apply(self, losses: Tensor, due: Tensor | None) -> None:
         """Unscale gradients, freeze members with gradients that are not finite, clip and update."""
         table, overflown = self.table, self._none()
+        # A member that freezes now gets a smaller scale; one that was frozen keeps its own.
+        asleep = table["frozen"].clone()
         if self.scaler is not None:
             overflown = self.scaler.unscale_(self.optimizer)
         if self.options.on_nonfinite != "ignore" and (bad := self.bad_members(losses, due)) is not None:
@@ -401,7 +403,7 @@ class TrainingGroup:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
-                self.scaler.update(resting=self._none() if due is None else ~due)
+                self.scaler.update(resting=asleep if due is None else ~due | asleep)
         table["age"].add_(table["alive"] if everybody else table["alive"] & ~(resting | overflown))
         table.history.step += 1
 
