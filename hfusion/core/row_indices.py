@@ -83,13 +83,13 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tens
 
     ``joining``: the rows that join, by index; None for zeros.
     """
-    moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
     if len(sources) == len(stack):
-        changed = [(index, source) for index, source in moves if index != source]
+        changed = [(row, source) for row, source in enumerate(sources) if row != source and isinstance(source, int)]
         if changed:
             _move(stack, changed)
         target = stack
     else:
+        moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
         target = torch.empty(len(sources), *stack.shape[1:], dtype=stack.dtype, device=stack.device)
         for start, stop, source in _runs(moves):
             target[start:stop].copy_(stack[source : source + stop - start])
@@ -104,14 +104,17 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tens
 # Rows of at least this many bytes are copied one by one. Copying all at once needs fresh memory; getting it from the
 # system took fifty times as long as copying eight rows of 4 MiB (two cores).
 _LARGE_ROW = 1 << 16
-# So are this many rows: making tensors of indices would take longer than copying them.
-_FEW_ROWS = 2
 
 
 def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
     """Copy rows ``(index, source)`` within a stack, as if all were read before one is written."""
+    if len(changed) == 1:
+        # Making tensors of indices would take longer than copying one row.
+        ((index, source),) = changed
+        stack[index].copy_(stack[source])
+        return
     indices, origins = zip(*changed, strict=True)
-    if len(changed) > _FEW_ROWS and stack[0].numel() * stack.element_size() < _LARGE_ROW:
+    if stack[0].numel() * stack.element_size() < _LARGE_ROW:
         target_rows = torch.tensor(indices, device=stack.device)
         stack.index_copy_(0, target_rows, stack[torch.tensor(origins, device=stack.device)])
         return

@@ -133,7 +133,8 @@ class MemberRows:
                     stack = part[name].new_zeros(members, *part[name].shape[1:])
                     entry[name] = stack if mark.stacked else stack[0]
                 if entry and mark.is_own:
-                    _begin_rows(self, group, param, entry.keys() - part.columns.keys(), rows)
+                    if lacking := entry.keys() - part.columns.keys():
+                        _begin_rows(self, group, param, lacking, rows)
                     own = {name: member_rows(entry[name], mark) for name in part.columns if name in entry}
                     MemberTable(members, own).put(rows, MemberTable(0, {name: part[name] for name in own}))
 

@@ -110,7 +110,7 @@ class TrainingGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_finite", "_step", "_chosen", "deferred"}
+        dropped = {"_finite", "_shared_parameters", "_step", "_chosen", "deferred"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "known": self.known_calls}
 
@@ -121,6 +121,7 @@ class TrainingGroup:
     def _prepare(self, expected_calls: Iterable[str]) -> None:
         """Create the step. ``expected_calls``: calls for which an earlier step had programs."""
         self._finite = FiniteCheck()
+        self._shared_parameters = [p for p in self.parameters() if not is_per_member(p)]
         self._chosen: ChosenRows | None = None
         self._make_step(expected_calls)
 
@@ -293,7 +294,7 @@ class TrainingGroup:
         if self.deferred is not None:
             self.deferred.stepped.append(self)
         self.settle_call()
-        check_own(self.parameters())
+        check_own(self._shared_parameters)
         self._sums = self._sums_gradients()
         if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
             self._make_step(())
