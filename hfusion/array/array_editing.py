@@ -142,12 +142,7 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     fused, sources = cast("FusedModule", array), [uncompiled(source) for source in sources]
     if sources == list(range(len(fused))):
         return
-    for name, tensor in tensors(fused):
-        if not has_address(tensor) and not tensor.is_meta:
-            raise FusionError(
-                f"{name} must be a tensor whose rows can be moved, got {type(tensor).__name__}. Keep, copy, append and "
-                "put members before fully_shard or whatever replaced it."
-            )
+    check_movable(fused, "Keep, copy, append and put members")
     joining = check_joining(fused, sources)
     fused._split()
     kinds, before = Kinds.of(fused), fused._array
@@ -159,6 +154,16 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     enter(fused, contents, after)
     fused._mark()
     fused._views.rearranged(fused, sources)
+
+
+def check_movable(fused: FusedModule, remedy: str) -> None:
+    """Raise a FusionError if rows of a tensor cannot be moved; ``remedy``: what to do before it was replaced."""
+    for name, tensor in tensors(fused):
+        if not has_address(tensor) and not tensor.is_meta:
+            raise FusionError(
+                f"{name} must be a tensor whose rows can be moved, got {type(tensor).__name__}. {remedy} before "
+                "fully_shard or whatever replaced it."
+            )
 
 
 # The fingerprints of skeletons, which never change.

@@ -45,15 +45,12 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
     models = [uncompiled(model) for model in models]
     comparison = compare(models)
     keep_large_blocks(len(models) * _largest(models[0]))
-    skeletons = tuple(
-        skeleton(comparison.variants.index(v), models[comparison.variants.index(v)])
-        for v in range(max(comparison.variants) + 1)
-    )
+    firsts = map(comparison.variants.index, range(max(comparison.variants) + 1))
+    skeletons = tuple(skeleton(index, models[index]) for index in firsts)
     array = Array(len(models), skeletons, comparison, verify)
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
-            if parameter not in array.origins:
-                array.origins[parameter] = (index, name)
+            array.origins.setdefault(parameter, (index, name))
     stacks = _room(models[0], len(models), comparison.shared)
     for index, model in enumerate(models[1:], start=1):
         _fill(stacks, index, model, comparison.shared)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_editing import Kin, Kinds, changed_tensors, enter, resize
+from hfusion.array.array_editing import Kin, Kinds, changed_tensors, check_movable, enter, resize
 from hfusion.array.member_views import check_together
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.compiler import Compiler
@@ -23,7 +23,6 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, frozen_rows, mark_absent
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_own_hook
-from hfusion.core.memory import has_address
 from hfusion.torch_private.module_hooks import has_global_hooks
 
 if TYPE_CHECKING:
@@ -205,12 +204,8 @@ class GatheredRows:
     def _check_plain(self) -> None:
         """Raise a FusionError if the whole array has hooks, or tensors whose rows cannot be taken out."""
         whole, hooked = self.whole, ""
+        check_movable(whole, "Step all rows, or choose them")
         for name, tensor in tensors(whole):
-            if not has_address(tensor) and not tensor.is_meta:
-                raise FusionError(
-                    f"{name} must be a tensor whose rows can be taken out, got {type(tensor).__name__}. Step all rows, "
-                    "or choose them before fully_shard or whatever replaced it."
-                )
             held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
             if not all(is_own_hook(hook) for hooks in held for hook in (hooks or {}).values()):
                 hooked = f"{name} of a fused {whole._original} has a hook, which takes the gradients of all members"
