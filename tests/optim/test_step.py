@@ -170,17 +170,6 @@ def test_values_written_into_a_group_count_at_the_next_step(write: Any, expected
         write(fused.param_groups[0])
 
 
-def test_momentum_that_comes_and_goes() -> None:
-    array = Array(3)
-    fused, alone = start("SGD", {"lr": 0.1, "momentum": 0.0, "dampening": 0.5}, array)
-    for momentum in ([0.0, 0.9, 0.0], [0.5, 0.0, 0.0], [0.5, 0.9, 0.8]):
-        fused.param_groups[0]["momentum"] = momentum
-        for optimizer, value in zip(alone, momentum, strict=True):
-            optimizer.param_groups[0]["momentum"] = value
-        run(array, fused, alone, 2)
-        array.assert_equal()
-
-
 def test_named_parameters_closure_and_hooks() -> None:
     array = Array(2, shapes=[(3,)])
     fused = optim.SGD(array.named_parameters(), lr=[0.1, 0.2])

@@ -181,11 +181,3 @@ def test_a_killed_process_is_an_error_at_every_later_use() -> None:
     for use in (lambda: pop.step(*batch(4)), lambda: pop.models[0], lambda: pop.ages):
         with pytest.raises(hf.HFusionError, match="weights of its members are lost: load the last save"):
             use()
-
-
-def test_members_stay_if_they_must() -> None:
-    pop = population(3)
-    pop.register_gradient_hook(lambda params, grads: None)
-    for step in range(4):
-        pop.step(*batch(step))
-    assert not multiprocessing.active_children()

@@ -210,35 +210,6 @@ def test_errors_of_a_trial() -> None:
     assert states(result.study) == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE", "COMPLETE"]
 
 
-def test_an_interrupted_sweep_leaves_a_study_that_goes_on(tmp_path: Path) -> None:
-    calls = []
-
-    def metric(output: torch.Tensor, target: torch.Tensor) -> float:
-        calls.append(1)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return float(accuracy(output, target))
-
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    with pytest.raises(KeyboardInterrupt):
-        sweep(metric=metric, study=study)
-    assert states(study) == ["FAIL"] * 4
-    assert states(sweep(metric=metric, study=study).study) == ["FAIL"] * 4 + ["COMPLETE"] * 4
-    calls.clear()
-    with pytest.raises(KeyboardInterrupt):
-        sweep(metric=metric, direction="maximize", directory=tmp_path)
-    assert states(sweep(metric=metric, direction="maximize", directory=tmp_path).study) == ["COMPLETE"] * 4
-
-
-def test_a_folder_is_of_one_process(tmp_path: Path) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        sweep(directory=tmp_path)
-        return {}
-
-    with pytest.raises(hf.CheckpointError, match="is in use by a sweep that runs"):
-        sweep(space, directory=tmp_path)
-
-
 # A sweep marks running trials of dead sweeps as failed, and leaves those of other sweeps alone.
 
 
