@@ -216,7 +216,8 @@ class Views:
         self._fused = weakref.ref(fused)
         self.members: dict[int, MemberModule] = {}
         self.exposed, self.split = False, ""
-        self._watch: _Watch | None = None
+        # Of members that were heard, and of those that were handed out since; None where members are still to be heard.
+        self._watches: list[_Watch] | None = []
         # Why members run their own code as their attributes change often; how many states of attributes there were;
         # and whether members have attributes that programs, which do not read them, do not know yet.
         self._changing, self._states, self._outdated = "", 1, False
@@ -246,8 +247,12 @@ class Views:
                 tensor.requires_grad_(trained.get(name, default))
         model = fused._around(row, rows) if like is None else materialize(like, rows, _modes(like))
         self.members[row] = MemberModule(model, row, shared, self)
-        self.exposed, self._watch = True, None
         self._align(fused, [row])
+        self.exposed = True
+        if like is not None or self._watches is None:
+            self._watches = None
+        else:
+            self._watches.append(_Watch([self.members[row]]))
 
     def note(self, fused: FusedModule) -> None:
         """Record the state of the array, to detect changes that apply to all members."""
@@ -326,14 +331,17 @@ class Views:
         array_changed = self._read_array(fused) != self._seen
         if array_changed:
             self._pass_on(fused)
-        watch = self._watch
-        same_attributes = watch is not None and watch.same_attributes() and (calling or not self._outdated)
-        if array_changed or not same_attributes or watch is None or not watch.same_tensors():
+        watches = self._watches
+        same_attributes = watches is not None and all(watch.same_attributes() for watch in watches)
+        same_attributes = same_attributes and (calling or not self._outdated)
+        if array_changed or not same_attributes or not all(watch.same_tensors() for watch in watches or ()):
             for row, member in self.members.items():
                 self._hear_tensors(fused, row, member)
             if not same_attributes:
                 self._hear_attributes(fused, calling)
             self.hear(fused)
+        elif watches is not None and len(watches) > 1:
+            self._watches = [_Watch(self.members.values())]
         return self.split
 
     def hear(self, fused: FusedModule) -> None:
@@ -343,7 +351,7 @@ class Views:
         self._freeze(fused)
         self._divide(fused)
         self.note(fused)
-        self._watch = _Watch(self.members.values())
+        self._watches = [_Watch(self.members.values())]
 
     def _hear_tensors(self, fused: FusedModule, row: int, member: MemberModule) -> None:
         """Copy tensors that were assigned to a member into its row."""
