@@ -55,7 +55,7 @@ def without_cached_parametrizations() -> Iterator[None]:
         parametrize._cache_enabled, parametrize._cache = cached
 
 
-# Hooks of the steps of optimizers, and steps that do not import Dynamo.
+# Hooks of the steps of optimizers.
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

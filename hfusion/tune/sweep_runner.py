@@ -105,7 +105,7 @@ class SweepRunner:
         """The call that trains an array in its next round."""
         assert array.round is not None
         # With several objectives, only the values after the last epoch are reported.
-        evaluates = self._recipe.objectives == 1 or array.any_ends
+        evaluates = self._recipe.objectives == 1 or any(slot.is_last for slot in array.slots.values())
         return "epoch", (self._extent.seed + array.round, evaluates)
 
     def _report(self, arrays: Sequence[ShapeArray]) -> None:

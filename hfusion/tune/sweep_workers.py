@@ -111,23 +111,20 @@ class RowsJob:
             device = trainer.device.physical
             host = _TrialHost(replace(recipe, device=device), replace(maker, device=device), trainer.stopping.is_set)
             trainer.call_state["host"] = host
-        return {name: _as_tensors(result) for name, result in self.answers(trainer.call_state["host"], unpack)}
+        return _as_tensors(self.answers(trainer.call_state["host"], unpack))
 
-    def answers(self, host: _TrialHost, unpack: Callable[[Any], RowsCall] = lambda call: call) -> list[tuple[str, Any]]:
-        """Return the name of each array, and the result of its last call."""
+    def answers(self, host: _TrialHost, unpack: Callable[[Any], RowsCall] = lambda call: call) -> dict[str, Any]:
+        """Return the result of the last call of each array."""
         for name in self.dropped:
             host.rows.pop(name, None)
         if self.collect:
             gc.collect()
-        results = []
-        for name, calls in self.calls.items():
-            answers = [host.call(name, *unpack(call)) for call in calls]
-            results.append((name, answers[-1]))
-        return results
+        return {name: [host.call(name, *unpack(call)) for call in calls][-1] for name, calls in self.calls.items()}
 
 
-def _as_tensors(result: Any) -> Any:
-    return {name: tensor.detach() for name, tensor in tensors(result)} if isinstance(result, nn.Module) else result
+def _as_tensors(results: dict[str, Any]) -> dict[str, Any]:
+    """Return results with the tensors of models in place of these."""
+    return {name: dict(tensors(value)) if isinstance(value, nn.Module) else value for name, value in results.items()}
 
 
 class LocalExecutor:
@@ -188,7 +185,7 @@ class LocalExecutor:
         """Return the result of a job with its worker. Raises the error that it raised."""
         if self._job is not None:
             job, self._job = self._job, None
-            return [(0, Answered(dict(job.answers(self._host))))]
+            return [(0, Answered(job.answers(self._host)))]
         ready: list[Any] = connection.wait([*self._computing])  # type: ignore[list-item]
         return [(self._computing.pop(fork), Answered(fork.poll())) for fork in ready]
 
@@ -203,22 +200,20 @@ class LocalExecutor:
 def _serve(host: _TrialHost, is_orphan: Callable[[], bool]) -> Callable[[RowsJob], Any]:
     """Return the function that answers requests in a fork."""
     own = replace(host, stopping=is_orphan, threads=None, rows={})
-    return lambda job: {name: _as_tensors(result) for name, result in job.answers(own)}
+    return lambda job: _as_tensors(job.answers(own))
 
 
 def _packed(value: Any) -> bytes:
     """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name."""
     try:
         return pickle.dumps(value)
-    except Exception:
+    except Exception as error:
         try:
             import cloudpickle
         except ImportError:
-            cloudpickle = None
-        if cloudpickle is None:
-            raise
-    data: bytes = cloudpickle.dumps(value)
-    return data
+            raise error from None
+        data: bytes = cloudpickle.dumps(value)
+        return data
 
 
 # What the driver asks of them.
@@ -230,7 +225,7 @@ class _SentCalls:
 
     Attributes:
         cost: the estimated seconds of its epochs.
-        parcel: its plain trial as bytes, if that is in a fork.
+        parcel: its plain trial as bytes, until it joins in a fork.
         done: how many of the calls the worker has completed.
         lost: how often the worker was lost.
     """
@@ -325,7 +320,8 @@ class SweepWorkers:
         sent = self._sent[name]
         models = [member.model if self._local else None for member in members]
         data = [(member.number, member.suggestion, model) for member, model in zip(members, models, strict=True)]
-        return sent.plain, sent.parcel or data
+        packed, sent.parcel = sent.parcel or data, None
+        return sent.plain, packed
 
     def send(self, name: str, method: str, *args: Any) -> None:
         """Call a method without a result. The call is deferred until the next one whose result is needed."""

@@ -173,11 +173,6 @@ class ShapeArray:
         """Number of trials that have a row or wait for one."""
         return len(self.slots) + len(self.joining)
 
-    @property
-    def any_ends(self) -> bool:
-        """True if the next epoch is the last one of a trial."""
-        return any(slot.is_last for slot in self.slots.values())
-
     def least(self, more: int = 0) -> int:
         """Return the number of rows with ``more`` members, after free rows are released."""
         members = self.trial_count + more
@@ -436,6 +431,7 @@ class Footprint:
 
     Attributes:
         shared: bytes of tensors that all trials of the shape share, such as a frozen base.
+        startup: estimated seconds until an array is captured and checked.
     """
 
     def __init__(
@@ -455,14 +451,14 @@ class Footprint:
         with draws_kept(), torch.enable_grad(), costs.saving(), costs:
             outputs = model(*args, **kwargs)
         self.shared = 0
-        self._weights = sum(map(_bytes, {id(tensor): tensor for _, tensor in tensors(model)}.values()))
-        trained = [_bytes(param) for param in model.parameters() if param.requires_grad]
+        self._weights = sum({id(tensor): tensor.nbytes for _, tensor in tensors(model)}.values())
+        trained = [param.nbytes for param in model.parameters() if param.requires_grad]
         self._gradients, self._largest = sum(trained), max(trained, default=0)
         self._optimizer = int(stacks * self._gradients)
-        self._activations = costs.saved + sum(map(_bytes, tensors_in(outputs)))
-        self._outputs = 2 * evaluated * sum(map(_bytes, tensors_in(outputs)))
+        returned = sum(tensor.nbytes for tensor in tensors_in(outputs))
+        self._activations, self._outputs = costs.saved + returned, 2 * evaluated * returned
         self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
-        self._operators = max(1, costs.calls)
+        self.startup = _STARTUP + _STARTUP_PER_OPERATOR * max(1, costs.calls)
         rates = device.rates
         update = (2 + 2 * stacks) * self._gradients / rates.memory
         self._call = reading + _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
@@ -485,11 +481,6 @@ class Footprint:
     def seconds(self, rows: int) -> float:
         """Return the estimated seconds of a step of an array of ``rows`` rows."""
         return self._call + rows * self._row if rows else 0.0
-
-    @property
-    def startup(self) -> float:
-        """Estimated seconds until an array is captured and checked."""
-        return _STARTUP + _STARTUP_PER_OPERATOR * self._operators
 
 
 def fits(budget: int, sizes: Iterable[tuple[Footprint, int, bool]]) -> bool:
@@ -536,7 +527,7 @@ class _OperatorCosts(TorchDispatchMode):
             return outputs
         self.calls += 1
         operands: Sequence[Tensor] = [*tensors_in((args, kwargs)), *tensors_in(outputs)]
-        self.moved += sum(map(_bytes, operands))
+        self.moved += sum(operand.nbytes for operand in operands)
         if count := _flops(func.overloadpacket, operands, outputs):
             self.flops[outputs.dtype] += count
         return outputs
@@ -554,7 +545,3 @@ def _flops(operator: Any, operands: Sequence[Tensor], outputs: Any) -> int:
     if operator is aten.convolution:
         return 2 * int(outputs.numel()) * operands[1][0].numel()
     return 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

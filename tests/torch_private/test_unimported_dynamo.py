@@ -1,4 +1,4 @@
-"""Training without a capture does not import Dynamo, and steps as torch's optimizers do."""
+"""Training without a capture does not import Dynamo."""
 
 from __future__ import annotations
 
