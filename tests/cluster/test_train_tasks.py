@@ -25,11 +25,8 @@ pytest.importorskip("cloudpickle")
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files; no process and no file is left in the end. The default dtype is no usual one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    """The folder for temporary files; no process and no file is left in the end."""
     yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
-    torch.set_default_dtype(before)
 
 
 def trained(task_list: list[hf.Task], folder: Path, processes: int, **options: Any) -> Any:
