@@ -140,15 +140,7 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
             if low is not None and high is not None:
                 seed_in_use((int(high[index]) << 32) | int(low[index]))
             yield torch.func.functional_call(member, replacements, args, kwargs)
-        for name, buffer in buffers.items():
-            held, leaf, _ = holder_of(member, name)
-            if (assigned := held.get(leaf)) is not None and assigned is not buffer:
-                if assigned is not apart[name]:
-                    with torch.no_grad():
-                        buffer.copy_(assigned)
-                elif assigned._version > _NEW_VERSION:
-                    increment_version(buffer)
-                held[leaf] = buffer
+        _take_back(member, buffers, apart)
         with torch.no_grad():
             for name in own.keys() & replacements.keys():
                 row, target = replacements[name], own[name].detach()[index]
@@ -160,6 +152,26 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
                 f"member {index} of a fused {fused._original} runs its own code, and writes into an input that all "
                 "members see. Let it write into a copy, or give each its own by hf.stacked"
             )
+
+
+def _take_back(member: nn.Module, buffers: Mapping[str, Tensor], apart: Mapping[str, Tensor]) -> None:
+    """Put the ``buffers`` of a member in the places of those that it ran with, ``apart``, as forward left them."""
+    for name, buffer in buffers.items():
+        held, leaf, _ = holder_of(member, name)
+        assigned = held.get(leaf)
+        if assigned is None or assigned is buffer:
+            continue
+        if assigned is not apart[name]:
+            with torch.no_grad():
+                buffer.copy_(assigned)
+        else:
+            if assigned._version > _NEW_VERSION:
+                increment_version(buffer)
+            # What forward has set on it is the member's.
+            keep_marks(buffer, assigned)
+            if assigned.is_leaf:
+                buffer.requires_grad_(assigned.requires_grad)
+        held[leaf] = buffer
 
 
 # The version of what `_with_own_version` has just made.

@@ -25,7 +25,7 @@ from hfusion.cluster.messages import (  # noqa: E402
     unpack,
     unpack_message,
 )
-from tests.cluster.ray_environment import RAY_ENVIRONMENT  # noqa: E402
+from tests.cluster.temporary_files import RAY_ENVIRONMENT  # noqa: E402
 
 
 class Refused(Exception):

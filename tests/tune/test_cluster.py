@@ -104,8 +104,6 @@ def test_who_is_killed_loses_no_trial(whole: hf.SweepResult, tmp_path: Path, tem
     assert (tmp_path / "mark").exists()
     assert_same_sweep(result, whole)
     assert nothing_left(temporary, before)
-    logs = [read_events(path) for path in (tmp_path / "sweep/logs/arrays").iterdir()]
-    assert any(event.event == "lost" for events in logs for event in events)
     for trial in result.trials:
         events = read_events(tmp_path / f"sweep/logs/trials/{trial.number}.log")
         values = [event.values["value"] for event in events if "value" in event.values]
@@ -155,11 +153,11 @@ TWO = hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(2)], "1GiB
 def test_all_devices_train_what_one_does(tmp_path: Path) -> None:
     """Also where the sweep was interrupted, and goes on."""
     expected = sweep(ONE)
-    assert expected.processes is None
+    assert expected.processes == 1
     folder = tmp_path / "sweep"
     with pytest.raises(KeyboardInterrupt):
         sweep(TWO, directory=folder, space=interrupting(space, 10))
     result = sweep(TWO, directory=folder)
     assert_same_sweep(result, expected)
-    assert str(result.processes) == "2 processes, one for each device: as the sweep that goes on began"
+    assert result.processes == 2
     assert type(result.best_model) is type(expected.best_model)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from hfusion.tune.heartbeat import dead_runs
+from hfusion.tune.study import dead_runs
 from tests.tune.cases import MACHINE, accuracy, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
@@ -225,12 +224,12 @@ def running_trial(study: Any, run: str | None, **beat: Any) -> int:
     trial = study.ask()
     if run is not None:
         trial.set_user_attr("hfusion:run", run)
-        defaults = {"host": socket.gethostname(), "process": os.getpid(), "directory": None, "until": time.time() + 60}
+        defaults = {"host": socket.gethostname(), "process": os.getpid(), "until": time.time() + 60}
         study.set_user_attr(f"hfusion:sweep:{run}", {**defaults, **beat})
     return int(trial.number)
 
 
-def test_trials_of_dead_sweeps_are_marked_failed(tmp_path: Path) -> None:
+def test_trials_of_dead_sweeps_are_marked_failed() -> None:
     study = optuna.create_study()
     process = ended_process()
     dead = [
@@ -241,7 +240,6 @@ def test_trials_of_dead_sweeps_are_marked_failed(tmp_path: Path) -> None:
         running_trial(study, None),
         running_trial(study, "alive"),
         running_trial(study, "far and alive", host="elsewhere", process=process),
-        running_trial(study, "comes back", process=process, directory=str(tmp_path)),
     ]
     assert dead_runs(study) == {"gone", "far"}
     result = hf.sweep(
@@ -249,6 +247,6 @@ def test_trials_of_dead_sweeps_are_marked_failed(tmp_path: Path) -> None:
     )
     states = {trial.number: trial.state.name for trial in study.trials}
     assert [states[number] for number in dead] == ["FAIL"] * 2
-    assert [states[number] for number in others] == ["RUNNING"] * 4
+    assert [states[number] for number in others] == ["RUNNING"] * 3
     assert [trial.state.name for trial in result.trials] == ["COMPLETE"]
     assert dead_runs(study) == {"gone", "far", result.trials[0].user_attrs["hfusion:run"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.shape_array import seconds_saved
-from hfusion.tune.trial_rows import TrialRows
+from hfusion.tune.trial_placement import seconds_saved
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
 optuna = pytest.importorskip("optuna")
@@ -115,29 +113,6 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
 pytest.importorskip("optuna")
 
 
-@pytest.fixture
-def promoted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Trials are plain until one of them has two epochs left; how many became an array each time."""
-    counts: list[int] = []
-    adopt = TrialRows.adopt
-
-    def counted(rows: TrialRows, saved: Any, members: Any) -> None:
-        counts.append(len(members))
-        adopt(rows, saved, members)
-
-    monkeypatch.setattr(TrialRows, "adopt", counted)
-    monkeypatch.setattr(
-        "hfusion.tune.shape_array.seconds_saved", lambda epochs, *args: math.inf if min(epochs) <= 2 else -math.inf
-    )
-    return counts
-
-
 def saved(epochs: tuple[int, ...] = (10, 10, 10, 10), side_by_side: int = 1, plain: float | None = 1e-3) -> float:
     footprint: Any = SimpleNamespace(array_seconds=lambda rows, plain: 2e-3, startup=0.5)
     return seconds_saved(epochs, 100, plain, footprint, side_by_side)
-
-
-@pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss")])
-def test_values_of_trials_that_become_an_array(pruner: str, metric: str, promoted: list[int]) -> None:
-    test_values_are_those_of_trials_alone(pruner, metric)
-    assert max(promoted) > 1
