@@ -124,6 +124,15 @@ def test_lower_bound() -> None:
     assert Plan((), {"d": 1}, 1.0, 1.0).lower_bound == 0.0
 
 
+def test_the_graph_says_what_comes_after_what() -> None:
+    plan_graph = Plan((task("a", 2, resident=False), task("b")), {"d": 99}, 4.0, 1.0).graph()
+    places = {name: [index for node, index in plan_graph if node == name] for name in ("a", "b")}
+    assert places["a"] == [*range(13)]
+    assert plan_graph.nodes["a", 0]["seconds"] == 1 / 4
+    assert all(plan_graph.has_edge(("a", before), ("a", index)) for before, index in ((0, 1), (1, 2), (2, 8), (8, 9)))
+    assert not any(before[0] != after[0] for before, after in plan_graph.edges)
+
+
 def test_print() -> None:
     plan = Plan((task("a"), task("b", 2, resident=False)), {"d": 2048}, 1024.0, 1.0)
     lines = str(plan).split("\n")
