@@ -261,11 +261,11 @@ class _BodyCall:
         results = self._results(output, given)
         if not (call.is_whole or call.shares) and share_memory(results, [*given, *own]):
             raise self.error("gives back its input, a tensor of its own or one tensor twice, or a view of it")
-        if call.addresses:
-            # Derivatives of functions that address memory do so, too, and a gradient is a row of a stack.
-            for result in results:
-                if result.grad_fn is not None:
-                    result.register_hook(torch.clone)
+        # A gradient is a row of a stack, and derivatives of functions that address memory, which code may call by any
+        # name, take it for the beginning of its storage.
+        for result in results:
+            if result.grad_fn is not None:
+                result.register_hook(torch.clone)
         values = [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []
         return [*results, *values]
 

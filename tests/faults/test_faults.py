@@ -248,7 +248,7 @@ def train_until_killed(disk: str) -> None:
 
 
 def test_a_killed_process(on: hf.Machine) -> None:
-    code = "import sys; from tests.faults import ; train_until_killed(sys.argv[1])"
+    code = "import sys; from tests.faults.test_faults import train_until_killed; train_until_killed(sys.argv[1])"
     root = Path(__file__).parents[2]
     others: list[Path] = []
     spilled_task, _, plan = spilled(str(on.disk), lambda step: others.extend(on.disk.iterdir()))
