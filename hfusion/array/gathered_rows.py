@@ -64,7 +64,6 @@ def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
     if not rows:
         raise IndexError(f"{chosen} takes none of the {len(fused)} members")
     check_together(fused, "a slice")
-
     part = part_of(fused, rows, partial(_stack_of, live=True))
     for parameter, (member, name) in fused._array.origins.items():
         if member in rows:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.attribute_bytecode import names_written
 from hfusion.capture.attribute_fingerprint import RegisteredKey, contents, python_attributes
-from hfusion.capture.attribute_writes import names_written
 from hfusion.capture.eager_runs import apart, call_on_copies, twin
 from hfusion.capture.export import capture, reason
 from hfusion.capture.fallback_runtime import (

@@ -360,9 +360,8 @@ class _BodyCall:
                 )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def _as_recorded(self, leaf: Any, result: Any, inputs: Sequence[Tensor]) -> bool:
-        if self.call.is_whole:
-            return isinstance(leaf, Tensor) == isinstance(result, Result)
+    @staticmethod
+    def _as_recorded(leaf: Any, result: Any, inputs: Sequence[Tensor]) -> bool:
         if isinstance(result, Result):
             return isinstance(leaf, Tensor) and list(leaf.shape) == result.sizes(inputs)
         return same_value(leaf, result)

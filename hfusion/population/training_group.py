@@ -382,9 +382,10 @@ class TrainingGroup:
     def _apply(self, losses: Tensor, due: Tensor | None) -> None:
         """Unscale gradients, freeze members with gradients that are not finite, clip and update."""
         table, overflown = self.table, self._none()
-        # A member that freezes now gets a smaller scale; one that was frozen keeps its own.
-        asleep = table["frozen"].clone()
+        asleep = table["frozen"]
         if self.scaler is not None:
+            # A member that freezes now gets a smaller scale; one that was frozen keeps its own.
+            asleep = asleep.clone()
             overflown = self.scaler.unscale_(self.optimizer)
         if self.options.on_nonfinite != "ignore" and (bad := self.bad_members(losses, due)) is not None:
             table.freeze(bad, self.options.on_nonfinite == "raise")

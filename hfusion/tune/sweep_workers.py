@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost
+from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, pack, unpack
 from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
 from hfusion.device.team import torch_threads
 from hfusion.tune.space import ModelMaker, TrialModel
@@ -104,8 +104,6 @@ class RowsJob:
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
         """Run in a process of a cluster. Models are returned as tensors: their class may be importable here alone."""
-        from hfusion.cluster.messages import unpack
-
         if "host" not in trainer.call_state:
             recipe, maker = unpack(part(self.recipe_ref))
             device = trainer.device.physical
@@ -113,13 +111,13 @@ class RowsJob:
             trainer.call_state["host"] = host
         return _as_tensors(self.answers(trainer.call_state["host"], unpack))
 
-    def answers(self, host: _TrialHost, unpack: Callable[[Any], RowsCall] = lambda call: call) -> dict[str, Any]:
-        """Return the result of the last call of each array."""
+    def answers(self, host: _TrialHost, read: Callable[[Any], RowsCall] = lambda call: call) -> dict[str, Any]:
+        """Return the result of the last call of each array. ``read``: returns a call as it was before it was packed."""
         for name in self.dropped:
             host.rows.pop(name, None)
         if self.collect:
             gc.collect()
-        return {name: [host.call(name, *unpack(call)) for call in calls][-1] for name, calls in self.calls.items()}
+        return {name: [host.call(name, *read(call)) for call in calls][-1] for name, calls in self.calls.items()}
 
 
 def _as_tensors(results: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +256,7 @@ class SweepWorkers:
         self._local = isinstance(executor, LocalExecutor)
         self._recipe_ref = None
         if not isinstance(executor, LocalExecutor):
-            self._recipe_ref = executor.put(self._pack(_PARCEL, (recipe, maker)))
+            self._recipe_ref = executor.put(pack(_PARCEL, (recipe, maker), {}))
         self._sent: dict[str, _SentCalls] = {}
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
@@ -269,11 +267,6 @@ class SweepWorkers:
         self._started: dict[str, None] = {}
         self.choose_device: Callable[[str], int] = lambda name: 0
         self.lost: Callable[[str, str], None] = lambda name, reason: None
-
-    def _pack(self, what: str, value: Any) -> bytes:
-        from hfusion.cluster.messages import pack
-
-        return pack(what, value, {})
 
     @property
     def devices(self) -> Sequence[DeviceInfo]:
@@ -326,7 +319,7 @@ class SweepWorkers:
     def send(self, name: str, method: str, *args: Any) -> None:
         """Call a method without a result. The call is deferred until the next one whose result is needed."""
         call = method, args
-        self._sent[name].calls.append(call if self._local else self._pack(f"what is told to {method}", call))
+        self._sent[name].calls.append(call if self._local else pack(f"what is told to {method}", call, {}))
 
     def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
         """Call a method of each array, and return the results by array name."""

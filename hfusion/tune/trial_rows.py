@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
@@ -22,7 +21,7 @@ from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark, unmark
 from hfusion.core.row_indices import Widths
 from hfusion.optim.lr_scheduler import PerMember
-from hfusion.population.evaluation import member_metrics
+from hfusion.population.evaluation import evaluating_model, member_metrics, with_row
 from hfusion.step.compile_mode import Compile
 from hfusion.tune.loaders import Loaders, batches_on, seeded
 from hfusion.tune.space import (
@@ -33,9 +32,6 @@ from hfusion.tune.space import (
 )
 from hfusion.tune.study import check_plateaus, metric_values
 from hfusion.tune.sweep_folder import KEEP
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,17 +250,9 @@ class PlainTrial(TrialRows):
 
     @torch.no_grad()
     def _measured(self, metric: Callable[..., Any], batches: Iterable[Any]) -> dict[int, tuple[float, ...]]:
-        modes, outputs = [(module, module.training) for module in self._model.modules()], []
-        self._model.eval()
-        try:
+        outputs = []
+        with evaluating_model(self._model):
             for inputs, target in batches:
                 args, kwargs = call_arguments(inputs, {})
-                outputs.append((tree_map_only(Tensor, _as_row, self._model(*args, **kwargs)), target))
-        finally:
-            for module, training in modes:
-                module.training = training
+                outputs.append((with_row(self._model(*args, **kwargs)), target))
         return member_metrics(outputs, metric, {0: self._tag}, convert=self._convert)
-
-
-def _as_row(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(0)

@@ -16,6 +16,7 @@ import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
 from hfusion.core.membership import membership
 from tests.alone import close, normal
+from tests.array.test_fuse import Adapted, base
 
 
 class Net(nn.Module):
@@ -199,22 +200,6 @@ def test_another_base_cannot_join() -> None:
 
 
 # Slices of an array: some members, around the memory of their rows.
-
-
-class Adapted(nn.Module):
-    """An adapter on a frozen base with a buffer."""
-
-    def __init__(self, base: nn.Module, slope: float = 0.1) -> None:
-        super().__init__()
-        self.base, self.adapter, self.act = base, nn.Linear(4, 3).double(), nn.LeakyReLU(slope)
-        self.norm = nn.BatchNorm1d(4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapter(self.norm(self.act(self.base(x))))
-
-
-def base() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().requires_grad_(False).eval()
 
 
 def adapted(members: int = 5) -> list[nn.Module]:

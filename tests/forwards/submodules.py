@@ -289,6 +289,12 @@ for loops in (True, False):
     )
 
 
+@row(n=buffer(), loops=None, says=r"changes Python state in n\.count")
+def counts_on_a_buffer(self, x):
+    self.n.count = getattr(self.n, "count", 0) + 1
+    return self.fc(x) * self.n.count + self.n
+
+
 @row(inner=lambda: nn.BatchNorm1d(4), loops="forward", says="after backward of the graph differs from that of the code")
 def checkpoint_that_writes_again_in_backward(self, x):
     return checkpoint(lambda h: self.inner(h).sin(), self.fc(x), use_reentrant=False)
