@@ -150,8 +150,8 @@ def _compile_once(
 ) -> Compiled:
     """Call `compile_array` for a function with ``state``; cached by everything that the program depends on."""
     dims = tuple(map(frozenset, sizes.dims))
-    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
-    key = (state, subject.members, training, arguments.key, dims, sizes.open, sizes.whole, active_autocast(), settings)
+    settings = (torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    key = (state, subject.members, training, arguments.key, dims, sizes.open, sizes.whole, settings)
     program = _shared.get(key)
     if program is None:
         program = compile_array(subject, arguments, training, sizes)
@@ -260,8 +260,8 @@ class PerModel(PerMemberFunction):
 
     def state(self) -> Any:
         """Everything that a program of the function depends on besides arguments; None if it cannot be compared."""
-        state, hooks = read_state(self._function), global_hooks()
-        return state if state is None or not hooks else (state, hooks)
+        state = read_state(self._function)
+        return None if state is None else (state, global_hooks(), torch.get_default_dtype(), active_autocast())
 
     @property
     def programs(self) -> list[Program]:

@@ -140,10 +140,12 @@ class GroupTable(MemberTable):
         self.history.events.append(Event(self.history.step, self.tag(row), kind, source))
 
     def thaw(self, row: int) -> None:
-        """Let a frozen member train again."""
+        """Let a frozen member train again, from the first call of an update."""
         if bool(self["frozen"][row]):
             self.note(row, EventKind.THAW)
             self["frozen"][row] = False
+            # Gradients of calls that it did not train in were added while others were amid an update.
+            self.clear_updates([row])
 
     def freeze(self, bad: Tensor, raises: bool) -> None:
         """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""

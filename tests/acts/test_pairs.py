@@ -72,7 +72,12 @@ JOINING = [
     )
     for seed, (client, optimizer) in enumerate(itertools.product(("alike", "unlike"), ("sgd", "adagrad")))
 ]
-PLANS = [*table(), *JOINING]
+# Members that are thawed while others are amid an update.
+THAWED = [
+    Plan("alike", Setup(ZOO["mlp"], optimizer, False, False, True, False, (2,)), ("poison", "thaw") * 3, 2000 + seed)
+    for seed, optimizer in enumerate(("sgd", "adamax"))
+]
+PLANS = [*table(), *JOINING, *THAWED]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.client}-{plan.setup.entry}-{plan.seed}")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import Call, call, normal
+from tests.alone import Call, call, close, normal
 from tests.forwards.table import Sevenfold
 
 # A function per member equals the function called on each member's row, also when what it reads changes.
@@ -119,6 +119,31 @@ def test_changes_of_what_it_reads_are_seen(name: str) -> None:
         check(per_model, function, outputs())
         change(value)
         check(per_model, function, outputs())
+
+
+SETTINGS_ASKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "default dtype": lambda y: y.detach().sum() * (2 if torch.get_default_dtype() == torch.float64 else 3),
+    "dtype of a new tensor": lambda y: y.detach().sum() * (2 if torch.ones(1).dtype == torch.float64 else 3),
+    "autocast": lambda y: y.detach().sum() * (2 if torch.is_autocast_enabled("cpu") else 3),
+    "grad mode": lambda y: y.detach().sum() * (2 if torch.is_grad_enabled() else 3),
+    "threads": lambda y: y.detach().sum() * torch.get_num_threads(),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_ASKED)
+def test_settings_that_it_asks_for_are_asked_anew(name: str) -> None:
+    function, y, before = SETTINGS_ASKED[name], outputs(), (torch.get_default_dtype(), torch.get_num_threads())
+    per_model = hf.per_model(function)
+    for dtype in (torch.float32, torch.float64) * 2:
+        on = dtype == torch.float64
+        try:
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(2 if on else 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=on), torch.set_grad_enabled(on):
+                close(per_model(y), [function(row) for row in y], f"{dtype}")
+        finally:
+            torch.set_default_dtype(before[0])
+            torch.set_num_threads(before[1])
 
 
 class Own:
