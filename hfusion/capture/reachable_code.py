@@ -126,6 +126,7 @@ class CodeSearch:
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
         self._titles = Counter[str]()
+        self._functions: dict[type, list[tuple[str, types.FunctionType]]] = {}
         # By id of an object: the number of nested levels that were searched.
         self._looked_at: dict[int, int] = {}
         before = -1
@@ -282,12 +283,17 @@ class CodeSearch:
 
     def _called(self, kind: type) -> list[types.FunctionType]:
         """Return the methods of a class that code may call."""
+        if kind not in self._functions:
+            self._functions[kind] = [
+                (name, function)
+                for base in kind.__mro__
+                if base is not object
+                for name, value in list(vars(base).items())
+                for function in functions_behind(value)
+            ]
         return [
             function
-            for base in kind.__mro__
-            if base is not object
-            for name, value in list(vars(base).items())
-            for function in functions_behind(value)
+            for name, function in self._functions[kind]
             if name in self._named or name in _MADE or _is_operator(name, function)
         ]
 
