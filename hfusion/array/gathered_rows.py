@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Kin, Kinds, changed_tensors, check_movable, enter, resize
-from hfusion.array.member_views import check_together
+from hfusion.array.member_views import Views, check_together
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
@@ -122,6 +122,9 @@ class GatheredRows:
                 enter(array, after, kinds.array(array._array, after))
                 self._find_kin(after)
         self.rows = list(rows)
+        if array._views.exposed:
+            # Calls that ran member by member had the modules of other members.
+            array._views = Views(array)
         self._load_tensors(resized)
         for path, branch in array.named_modules(remove_duplicate=False):
             branch.training = self.modes[path]

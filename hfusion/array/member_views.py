@@ -313,6 +313,11 @@ class Views:
                 if isinstance(tensor, nn.Parameter):
                     tie(tensor, stack, row)
 
+    def are_unchanged(self) -> bool:
+        """Return whether members are as they were when they were heard."""
+        watches = self._watches
+        return watches is not None and all(watch.same_attributes() and watch.same_tensors() for watch in watches)
+
     def update(self, fused: FusedModule) -> None:
         """Apply the changes made to members since the last call. Raises FusionError as `heed` does."""
         if self.members:

@@ -24,8 +24,7 @@ from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.module_tree import STATE, Tree, call_method, fixed_of, grow, method_names, modules_by_path
 from hfusion.array.per_model import hinting, note_call
-from hfusion.array.ragged_calls import run_ragged, size_reports
-from hfusion.array.unfused_calls import REFUSALS, call_members, plain_stacks, run_members, unserved
+from hfusion.array.unfused_calls import REFUSALS, call_members, plain_stacks, run_members, run_ragged, unserved
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.operator_trace import OperatorTrace
@@ -75,10 +74,11 @@ class FusedModule(Rows, Tree):
         self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
-        # The arrays of members whose batches have one size; and how programs and kinds of calls treat samples, with the
-        # sizes that a program takes.
-        self._sized: dict[Any, FusedModule] = {}
-        self._samples: dict[Any, tuple[Compiled | None, tuple[int | None, ...] | str, dict[Any, bool]]] = {}
+        # By the id of a program, the dims of samples of its outputs, or why it takes no padded batches; by the kind of
+        # a call, why it has no such program; and whether batches were padded.
+        self._samples: dict[int, tuple[int | None, ...] | str] = {}
+        self._refusals: dict[Any, str] = {}
+        self._has_padded = False
         self._loops: dict[str, None] = {}
         # The operators of members, from which programs are derived.
         self._traces: dict[Any, OperatorTrace | None] = {}
@@ -141,7 +141,9 @@ class FusedModule(Rows, Tree):
             if split:
                 return run_members(self, arguments, split, writes=True)
             if arguments.ragged:
-                return run_ragged(self, arguments)
+                output = run_ragged(self, arguments)
+                note_call(self)
+                return output
             compiled = self._program(arguments)
         except KeepsState as error:
             return self._keeping_state(arguments, error)
@@ -318,7 +320,9 @@ class FusedModule(Rows, Tree):
         ]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
         methods = [array.report() for _, array in self._methods.values()]
-        return joined([FusionReport(tuple(parts), tuple(self._loops)), *methods, *size_reports(self)])
+        padded = "batches of different sizes run in one call, filled up to the largest"
+        sizes = (f"{padded}, where that at most doubles the samples",) if self._has_padded else ()
+        return joined([FusionReport(tuple(parts), tuple(self._loops), sizes), *methods])
 
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]
@@ -389,7 +393,14 @@ class FusedModule(Rows, Tree):
 
     def _forget(self) -> None:
         """Drop all programs, as tensors of another dtype or device need new ones."""
-        caches: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods, self._samples, self._sized]
+        caches: list[Any] = [
+            *self._compilers(),
+            self._bound,
+            self._checks,
+            self._methods,
+            self._samples,
+            self._refusals,
+        ]
         for programs in caches:
             programs.clear()
 

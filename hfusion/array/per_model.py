@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.unfused_calls import call_by_size, check_ragged, joined_results, unserved
+from hfusion.array.unfused_calls import check_ragged, joined_results, unserved
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
@@ -223,9 +223,8 @@ class PerModel(PerMemberFunction):
         arguments, state = Arguments.of((_all_stacked(outputs), *args), kwargs), self.state()
         if not arguments.ragged:
             return self._call(state, arguments)
-        members = _members(arguments)
-        check_ragged(members, arguments)
-        return call_by_size(arguments, range(members), lambda rows, part: self._call(state, part))
+        check_ragged(_members(arguments), arguments)
+        return self._looped(arguments)
 
     def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
         """Compile the program for such a call without running it; `find_program` then returns it."""
@@ -308,14 +307,18 @@ class PerModel(PerMemberFunction):
         with hinting(_unstacked(arguments, members), members):
             for member in range(members):
                 args, kwargs = arguments.of_member(member)
-                rows.append(self._function(*args, **kwargs))
+                try:
+                    rows.append(self._function(*args, **kwargs))
+                except Exception as error:
+                    error.add_note(f"This is of member {member}.")
+                    raise
                 # The write would change the arguments or the gradient of another member.
                 if [tensor._version for tensor in inputs] != versions:
                     raise FusionError(
                         f"{self._name} writes into its arguments, and runs in a loop over members, which may share "
                         "them; let it write into a copy"
                     )
-        return joined_results(rows)
+        return joined_results(rows, any_sizes=bool(arguments.ragged))
 
     def find_program(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """Return the program of the last call, with such arguments, or the reason why it ran in a loop over members."""
@@ -323,7 +326,7 @@ class PerModel(PerMemberFunction):
         state, programs = self.state(), self._last_programs
         calls = _Calls() if programs is None else self._calls.get(programs, _Calls())
         if arguments.ragged:
-            return "the outputs of members differ in size, and it is called for each size"
+            return "the outputs of members differ in size, and it is called for each member"
         compiler = calls.compilers.get((state, _members(arguments)))
         compiled = None if compiler is None else compiler.find(self._training, arguments)
         if compiled is None:

@@ -1,12 +1,12 @@
 """The loop over members: calls that programs cannot compute run the members' own code, one member after the other.
 
 Those are calls of members that differ in modes, hooks or what they train, of code that cannot be captured, with sparse
-arguments, and some inside the transforms of torch.func.
+arguments, with batches of different sizes that cannot be padded, and some inside the transforms of torch.func.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,19 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.fallback_runtime import Unforeseen
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
-from hfusion.core.errors import FusionError
+from hfusion.core.calls import StackedInput
+from hfusion.core.errors import FusionError, NotCaptured
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
-from hfusion.core.layout import Listed, member_values, values_of
+from hfusion.core.layout import Listed, member_values
 from hfusion.core.member_random import member_seeds
 from hfusion.core.memory import has_address, is_plain
 from hfusion.core.parameter_attributes import keep_marks
+from hfusion.core.program import Kind
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import random_states_kept, seed_in_use
 from hfusion.passes.side_effects import FailedCheck
@@ -92,6 +95,7 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, *, writes: b
     """
     fused._loops[f"{fused._original}: loop over members: {why}"] = None
     check_members(len(fused), arguments)
+    was_exposed = fused._views.exposed
     with outside_transforms():
         members = list(fused)
     specs: list[TreeSpec] = []
@@ -102,7 +106,10 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, *, writes: b
         specs.append(spec)
         return leaves
 
-    return pytree.tree_unflatten(watched(run, len(members))(), specs[0])
+    output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])
+    # Nobody else holds the members, so that later calls need not compare them.
+    fused._views.exposed = was_exposed or not fused._views.are_unchanged()
+    return output
 
 
 def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments, writes: bool) -> Iterator[Any]:
@@ -248,7 +255,11 @@ def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: Fusi
             tensor.copy_(value)
 
 
-# Divide members by the sizes of their batches, and join the results of blocks in the members' order.
+# Batches of different sizes: in one call, padded to the largest size, or member by member.
+
+# How many times the members' own samples a padded batch may have. Small models take the time of their calls, not of
+# their samples, and would gain beyond that; large ones would lose.
+MOST_SAMPLES = 2
 
 
 def check_ragged(members: int, arguments: Arguments) -> None:
@@ -261,20 +272,107 @@ def check_ragged(members: int, arguments: Arguments) -> None:
             )
 
 
-def call_by_size(arguments: Arguments, rows: Sequence[int], call: Callable[[list[int], Arguments], Any]) -> Any:
-    """Call ``call`` with the members among ``rows`` of each size and their arguments, and join the results."""
-    groups: dict[Any, list[int]] = {}
-    for row in rows:
-        groups.setdefault(tuple(leaf[row].shape for leaf in arguments.ragged), []).append(row)
-    results: dict[int, Any] = {}
-    for group in groups.values():
+def run_ragged(fused: FusedModule, arguments: Arguments) -> Any:
+    """Return the outputs of all members for batches of different sizes.
+
+    Batches are padded to the largest if that at most doubles the samples, and if forward provably computes each sample
+    independently (`hfusion.passes.sample_dims`). A batch is padded with its own last sample, so that no new values
+    arise, and the results are cut to the members' own. Otherwise the members run their own code.
+
+    Raises:
+        FusionError: inside of torch.func, or forward changes Python state of members that are computed for a step of
+            some rows.
+    """
+    check_ragged(len(fused), arguments)
+    if in_transform():
+        raise FusionError(
+            f"a fused {fused._original} is called inside of torch.func with batches of different sizes "
+            f"({arguments.ragged[0]}), which no transform takes; give batches of one size, or transform the members"
+        )
+    sizes = _sizes(arguments)
+    if sizes is None:
+        why = "inputs differ in other sizes than the number of samples"
+    elif min(sizes) == 0 or len(sizes) * max(sizes) > MOST_SAMPLES * sum(sizes):
+        why = "padding would more than double the samples"
+    else:
+        filled = Arguments(tuple(_filled(leaf, sizes) for leaf in arguments.leaves), arguments.spec)
+        dims = _padding(fused, arguments, filled, sizes)
+        if not isinstance(dims, str):
+            args, kwargs = filled.args_and_kwargs()
+            leaves, spec = pytree.tree_flatten(fused.forward(*args, **kwargs))
+            fused._has_padded = True
+            return pytree.tree_unflatten([_cut(leaf, dim, sizes) for leaf, dim in zip(leaves, dims, strict=True)], spec)
+        why = dims
+    before = [modeless_fingerprint(member) for member in fused] if fused._is_part else []
+    outputs = run_members(fused, arguments, f"batches of different sizes, {why}")
+    if fused._is_part and [modeless_fingerprint(member) for member in fused] != before:
+        raise FusionError(
+            f"forward of {fused._original} changes attributes of members, which a step of some rows cannot keep. Step "
+            "all rows"
+        )
+    return outputs
+
+
+def _padding(
+    fused: FusedModule, arguments: Arguments, filled: Arguments, sizes: Sequence[int]
+) -> tuple[int | None, ...] | str:
+    """Return the dim of samples of each output, None if it depends on no sample; or why no padded call is exact."""
+    kind = fused._modes(filled), filled.loose_key
+    if kind not in fused._refusals:
         try:
-            leaves, spec = pytree.tree_flatten(call(group, arguments.of_rows(group)))
-        except Exception as error:
-            sizes = [list(leaf[group[0]].shape) for leaf in arguments.ragged]
-            error.add_note(f"This is of members {group}, whose tensors have the sizes {sizes}.")
+            compiled = fused._program(filled)
+        except NotCaptured:
             raise
-        columns = [[*leaf] if isinstance(leaf, Tensor | Ragged) else values_of(leaf, len(group)) for leaf in leaves]
-        for index, row in enumerate(group):
-            results[row] = pytree.tree_unflatten([column[index] for column in columns], spec)
-    return joined_results([results[row] for row in rows], any_sizes=True)
+        except FusionError as error:
+            fused._refusals[kind] = str(error)
+        else:
+            if id(compiled) not in fused._samples:
+                fused._samples[id(compiled)] = _sample_dims(compiled, arguments)
+            pairs = list(zip(arguments.leaves, filled.shapes, strict=True))
+            rows = {size: row for row, size in enumerate(sizes)}.values()
+            shapes = [[leaf[row].shape if isinstance(leaf, Ragged) else shape for leaf, shape in pairs] for row in rows]
+            if not all(map(compiled.guards, shapes)):
+                return "forward depends on the number of samples"
+            return fused._samples[id(compiled)]
+    return fused._refusals[kind]
+
+
+def _sample_dims(compiled: Compiled, arguments: Arguments) -> tuple[int | None, ...] | str:
+    if compiled.opaque:
+        return f"{compiled.opaque[0].path or 'forward'} runs as the members' own code"
+    if compiled.written or compiled.modes:
+        return f"forward changes {min(compiled.written, default='its modes')}"
+    if compiled.checks:
+        return f"forward checks values at {compiled.checks[0]}"
+    if compiled.memory_orders is not None:
+        return "forward depends on the strides of its inputs"
+    # Only here is sympy needed, which takes long to import.
+    from hfusion.passes.sample_dims import output_samples
+
+    slots = zip(compiled.graph.find_nodes(op="placeholder"), compiled.program.slots, strict=True)
+    inputs = [(node, int(slot.name)) for node, slot in slots if slot.kind is Kind.INPUT]
+    batches = [node for node, position in inputs if isinstance(arguments.leaves[position], Ragged)]
+    return output_samples(compiled.graph, batches)
+
+
+def _sizes(arguments: Arguments) -> tuple[int, ...] | None:
+    """Return each member's number of samples; None if ragged arguments disagree on it, or differ in other sizes."""
+    sizes = {leaf.sizes for leaf in arguments.ragged}
+    alike = all(len({tensor.shape[1:] for tensor in leaf}) == 1 for leaf in arguments.ragged)
+    return sizes.pop() if alike and len(sizes) == 1 else None
+
+
+def _filled(leaf: Any, sizes: Sequence[int]) -> Any:
+    """Pad a ragged argument to ``[B, N, ...]`` by repeating each last sample. Other leaves are returned unchanged."""
+    if not isinstance(leaf, Ragged):
+        return leaf
+    device = leaf[0].device
+    counts = torch.tensor(sizes, device=device).unsqueeze(1)
+    positions = torch.arange(max(sizes), device=device).minimum(counts - 1)
+    return StackedInput(torch.cat(tuple(leaf))[counts.cumsum(0) - counts + positions])
+
+
+def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Any:
+    if dim is None:
+        return leaf
+    return Ragged(row.narrow(dim, 0, size) for row, size in zip(leaf.unbind(), sizes, strict=True))

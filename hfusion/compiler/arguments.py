@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.layout import Listed, member_values
+from hfusion.core.layout import Listed
 from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
 from hfusion.core.ragged import Ragged
@@ -114,10 +114,6 @@ class Arguments:
         """The leaves whose sizes differ between members."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Ragged)]
 
-    def of_rows(self, rows: Sequence[int]) -> Arguments:
-        """Return the arguments of the members ``rows``, whose ragged leaves must have one size."""
-        return Arguments(tuple(_of_rows(leaf, rows) for leaf in self.leaves), self.spec)
-
     @property
     def obstacle(self) -> str:
         """Why no program takes the arguments: one is sparse, or members have different values; empty if one does."""
@@ -145,14 +141,6 @@ def row_of_leaf(leaf: Any, member: int) -> Any:
     if isinstance(leaf, Ragged | Listed):
         return leaf[member]
     return leaf.tensor[member] if is_stacked(leaf) else leaf
-
-
-def _of_rows(leaf: Any, rows: Sequence[int]) -> Any:
-    if isinstance(leaf, Ragged):
-        return StackedInput(torch.stack([leaf[row] for row in rows]))
-    if isinstance(leaf, Listed):
-        return member_values([leaf[row] for row in rows])
-    return StackedInput(leaf.tensor[list(rows)]) if is_stacked(leaf) else leaf
 
 
 def _mapped(leaf: Any, fn: Callable[[Tensor], Tensor]) -> Any:

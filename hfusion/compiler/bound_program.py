@@ -55,15 +55,15 @@ class BoundProgram:
         return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
 
 
-def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Callable[[list[Any]], Any]:
+def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     """Return the program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
 
-    Calls thus use the new tensors after ``owner`` was converted or loaded. ``members``: see `watched`.
+    Calls thus use the new tensors after ``owner`` was converted or loaded.
     """
     locations = BoundProgram.of(compiled, owner).locations
     run, spec = compiled.program.run, compiled.program.out_spec
-    if compiled.opaque or members is not None:
-        run = watched(run, members)
+    if compiled.opaque:
+        run = watched(run)
     single = spec.is_leaf()
     if compiled.infers_results or compiled.checks:
         run = _undone(run, compiled)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class HFusionError(Exception):
@@ -55,19 +54,6 @@ class ForwardsDiffer(FusionError):
     def __init__(self, message: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
         super().__init__(message)
         self.groups = groups
-
-    def of_rows(self, rows: Sequence[int]) -> ForwardsDiffer:
-        """Return the same error of models that are the ``rows`` of a larger array, named as there.
-
-        >>> str(ForwardsDiffer("model 1 differs from models 0, 2", ((0, 2), (1,))).of_rows([3, 5, 8]))
-        'model 5 differs from models 3, 8'
-        """
-
-        def renamed(match: re.Match[str]) -> str:
-            return match[1] + ", ".join(str(rows[int(number)]) for number in match[2].split(", "))
-
-        message = re.sub(r"\b(models? )(\d+(?:, \d+)*)", renamed, str(self))
-        return ForwardsDiffer(message, tuple(tuple(rows[model] for model in group) for group in self.groups))
 
 
 class NotCaptured(FusionError):

@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -192,14 +191,13 @@ class ProgramRun:
 
     def __init__(self) -> None:
         self._sinks: list[tuple[_Sink, list[Node]]] = []
-        self._rows: Sequence[int] | None = getattr(_active, "rows", None)
         self._count = 0
 
     def took(self, rows: Sequence[Tensor]) -> None:
         """Watch the gradients of ``rows``, the inputs of a looped submodule, one for each member."""
         self._count = len(rows)
         outputs: dict[Node, list[tuple[int, int]]] = {}
-        for member, row in zip(range(len(rows)) if self._rows is None else self._rows, rows, strict=True):
+        for member, row in enumerate(rows):
             if isinstance(row, Tensor) and row.grad_fn is not None:
                 outputs.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
         self._watch(_Sink(), outputs)
@@ -214,7 +212,7 @@ class ProgramRun:
             if isinstance(result, Tensor) and result.grad_fn is not None:
                 sink = _Sink()
                 setattr(result, _SINK, sink)
-                mask = mask_of(range(count) if self._rows is None else self._rows)
+                mask = mask_of(range(count))
                 self._watch(sink, {result.grad_fn: [(mask, result.output_nr)]})
             elif isinstance(result, Listed):
                 self.took(result)
@@ -267,7 +265,6 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sinks = []
-        ctx.rows = getattr(_active, "rows", None)
         return torch.stack(parts)
 
     @staticmethod
@@ -275,8 +272,7 @@ class Join(torch.autograd.Function):
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         live = _pass().live(ctx.sinks)
-        members = range(len(grad)) if ctx.rows is None or not ctx.sinks else ctx.rows
-        missing = [not live >> member & 1 for member in members]
+        missing = [not live >> member & 1 for member in range(len(grad))]
         if not any(missing):
             return grad.unbind()
         absent = _zero_rows(grad, torch.tensor(missing, device="cpu")).tolist()
@@ -319,16 +315,6 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
         return results
 
     return call
-
-
-@contextmanager
-def of_rows(rows: Sequence[int]) -> Iterator[None]:
-    """Context manager: programs run for members ``rows`` of an array."""
-    outer, _active.rows = getattr(_active, "rows", None), rows
-    try:
-        yield
-    finally:
-        _active.rows = outer
 
 
 def mask_of(members: Iterable[int]) -> int:

@@ -169,17 +169,6 @@ def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
 
 
 @contextmanager
-def seeds_of_rows(rows: Sequence[int]) -> Iterator[None]:
-    """Context manager: members ``rows`` draw the numbers that they would draw among all members."""
-    source = member_seeds()
-    if source is None:
-        yield
-        return
-    with seeded(source.seeds[list(rows)]):
-        yield
-
-
-@contextmanager
 def keyed(keys: Tensor | None) -> Iterator[None]:
     """Context manager: `new_seeds` depends on ``keys``, an integer per member, not on the number of members."""
     outer, _seeded.keys = _seeded.keys, keys
