@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.core.row_indices import Widths
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.evaluation import evaluate
 from hfusion.population.group_step import flush, limit_norms
@@ -94,15 +93,17 @@ class ArrayRows(TrialRows):
         """Free the row of a member, and drop its model."""
         self.population.stop(self.population.row(tag))
 
-    def compact(self) -> None:
-        """Release the memory of free rows."""
+    def epoch(self, seed: int, evaluates: bool = True) -> dict[str, tuple[float, ...]]:
+        # Trials have joined by now, so rows that are still free are not needed.
         self.population.compact()
+        return super().epoch(seed, evaluates)
 
     def save(self, folder: Path) -> Path:
+        self.population.compact()
         path: Path = self.population.save(folder, keep=KEEP).result()
         return path
 
-    def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[Widths, int]:
+    def restore(self, saved: Path, members: Sequence[TrialModel]) -> None:
         by_tag = {member.tag: member for member in members}
         schedules = self._schedules(members)
         # The first member's values are placeholders that go with the options. Loading overwrites them.
@@ -115,7 +116,6 @@ class ArrayRows(TrialRows):
             clip_norm=members[0].suggestion.clip_norm,
             **self._options,
         )
-        return self._population.widths, len(self._population)
 
     def _members(self) -> dict[int, str]:
         return {row: tag for row, tag in enumerate(self.population.tags) if tag is not None}

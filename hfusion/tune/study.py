@@ -1,4 +1,4 @@
-"""The study of a sweep: opening it, seeding its sampler and pruner, and detecting an exhausted space."""
+"""The study of a sweep, and its trials there: asked, reported, pruned and told."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import copy
 import math
 import os
 import random
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
+from hfusion.core.errors import CheckpointError
 from hfusion.population.evaluation import number
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.sweep_folder import JOURNAL
 
 if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.trial import FrozenTrial
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial, TrialState
 
+# A callback as in study.optimize.
+Callback: TypeAlias = "Callable[[Study, FrozenTrial], None]"
 
+# User attributes of trials.
+ROUND, COPIES = "hfusion:round", "hfusion:copies"
+# The suggested values of a trial, stored next to the parameters it was trained with last.
+SUGGESTED = "hfusion:suggested"
 # The name of the study in a sweep's folder.
 STUDY = "sweep"
 
@@ -89,10 +95,14 @@ def open_study(
 
 @contextmanager
 def listening(study: Study) -> Iterator[None]:
-    """Context manager: let samplers and users call `Study.stop`, as in study.optimize."""
+    """Context manager: as in study.optimize, samplers and users may call `Study.stop`, and stale trials are failed."""
     local = study._thread_local
     before, local.in_optimize_loop = local.in_optimize_loop, True
     study._stop_flag = False
+    storages = import_optuna().storages
+    if storages._heartbeat.is_heartbeat_enabled(study._storage):
+        with warnings.catch_warnings(action="ignore", category=import_optuna().exceptions.ExperimentalWarning):
+            storages.fail_stale_trials(study)
     try:
         yield
     finally:
@@ -197,44 +207,146 @@ def _ended(trial: FrozenTrial) -> FrozenTrial:
     return ended
 
 
-class Draws:
-    """Seeds the generators of a sampler before each trial, with a seed of that trial.
+class Trials:
+    """The trials of a sweep in a study.
 
-    Trial k of a sweep then draws the same numbers, whether or not the sweep was killed and resumed before it.
+    Args:
+        asked_numbers: the numbers of the trials that had been asked when the sweep was saved.
+        base: the saved seed of all draws; None: one that the sampler draws, so that its own seed determines all.
+        callbacks: functions that are called with the study and each finished trial.
+
+    Attributes:
+        live: the unfinished trials that this process has asked for or resumed, by number.
     """
 
-    def __init__(self, study: Study, base: int | None) -> None:
-        self._study = study
-        self.base = self._first() if base is None else base
+    def __init__(
+        self, study: Study, asked_numbers: Iterable[int], base: int | None, callbacks: Iterable[Callback]
+    ) -> None:
+        self.optuna = import_optuna()
+        self.states = self.optuna.trial.TrialState
+        self.study, self.asked_numbers, self._callbacks = study, list(asked_numbers), tuple(callbacks)
+        self.base = _first_draw(study.sampler) if base is None else base
+        self.live: dict[int, Trial] = {}
 
-    def _first(self) -> int:
-        """Return a base seed drawn from the sampler's own generator, so that its seed determines all; 0 without one."""
-        generator = next(generators_of(self._study.sampler), None)
-        if isinstance(generator, random.Random):
-            return generator.getrandbits(31)
-        draw = (
-            generator.randint if isinstance(generator, np.random.RandomState) else getattr(generator, "integers", None)
-        )
-        return 0 if draw is None else int(draw(2**31 - 1))
+    @property
+    def over(self) -> bool:
+        """True if no more trials start: the study was stopped, or its sampler has exhausted the space."""
+        return self.study._stop_flag or exhausted(self.study)
 
-    def seed_next_trial(self, asked: int) -> None:
-        """Seed the sampler's generators for the next trial, after ``asked`` trials."""
+    def ask(self) -> Trial:
+        """Return the next trial."""
+        self._seed_next_trial()
+        trial = self.study.ask()
+        self.asked_numbers.append(trial.number)
+        self.live[trial.number] = trial
+        return trial
+
+    def _seed_next_trial(self) -> None:
+        """Seed the sampler's generators by the number of trials so far.
+
+        Trial k of a sweep then draws the same numbers, whether or not the sweep was killed and resumed before it.
+        """
         # GPSampler starts from its last fit, which a resumed sweep does not have.
         for name in ("_gprs_cache_list", "_constraints_gprs_cache_list"):
-            if getattr(sampler := _base_sampler(self._study), name, None) is not None:
+            if getattr(sampler := _base_sampler(self.study), name, None) is not None:
                 setattr(sampler, name, None)
-        generators = list(generators_of(self._study.sampler))
-        for generator, seed in zip(
-            generators, np.random.SeedSequence([self.base, asked]).generate_state(len(generators)), strict=True
-        ):
+        generators = list(generators_of(self.study.sampler))
+        seeds = np.random.SeedSequence([self.base, len(self.asked_numbers)]).generate_state(len(generators))
+        for generator, seed in zip(generators, seeds, strict=True):
             if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = type(generator.bit_generator)(int(seed)).state
             else:
                 generator.seed(int(seed))
 
+    def resume(self, numbers: Iterable[int]) -> dict[int, Trial]:
+        """Return the trials that were training or waiting in the save. Raises CheckpointError if one is missing."""
+        ids = {trial.number: trial._trial_id for trial in self.study.get_trials(deepcopy=False)}
+        if missing := set(self.asked_numbers) - ids.keys():
+            raise CheckpointError(
+                f"trial {min(missing)} of the sweep that was saved is not in study {self.study.study_name!r}: give the "
+                "name of the study that it was, or a new directory"
+            )
+        self.live = {number: self.optuna.Trial(self.study, ids[number]) for number in numbers}
+        return dict(self.live)
+
+    def report(self, number: int, values: Sequence[float], step: int, *, last: bool) -> TrialState:
+        """Report the values of a trial after epoch ``step``. Return its state, and tell the study if it ends.
+
+        With several objectives trials are only told, after their last epoch: Optuna then supports neither reports nor
+        pruning.
+        """
+        state: TrialState = self.states.COMPLETE if last else self.states.RUNNING
+        single = len(self.study.directions) == 1
+        if single:
+            self.live[number].report(values[0], step)
+        if any(map(math.isnan, values)):
+            state = self.states.FAIL
+        elif single and self.live[number].should_prune():
+            state = self.states.PRUNED
+        if state != self.states.RUNNING:
+            self.end(number, state, values)
+        return state
+
+    def end(self, number: int, state: TrialState, values: Sequence[float] = ()) -> None:
+        """Tell the study that a trial is complete, with its ``values``, or that it was pruned or failed."""
+        told = list(values) if state == self.states.COMPLETE else None
+        trial = self.study.tell(number, told, state=state, skip_if_finished=True)
+        self.live.pop(number, None)
+        for callback in self._callbacks:
+            callback(self.study, as_trained(trial, self.study))
+
+    def best_numbers(self) -> set[int]:
+        """Return the best completed trials of this sweep, by Optuna's rules for objectives, constraints and ties."""
+        numbers = set(self.asked_numbers)
+        if len(self.study.directions) == 1:
+            with suppress(ValueError):
+                # Storages differ in which of several equal trials is the best.
+                if (best := self.study.best_trial.number) in numbers:
+                    return {best}
+        view = study_view(self.study, lambda trials: [trial for trial in trials if trial.number in numbers])
+        front = [trial.number for trial in view.best_trials]
+        return {*front[: 1 if len(self.study.directions) == 1 else None]}
+
+    def beat(self) -> None:
+        """Record a heartbeat of every live trial, if the study's storage has Optuna's heartbeats."""
+        storage: Any = self.study._storage
+        if self.optuna.storages._heartbeat.is_heartbeat_enabled(storage):
+            for trial in self.live.values():
+                storage.record_heartbeat(trial._trial_id)
+
+
+def numbered(study: Study, number: int) -> FrozenTrial:
+    """Return a trial of a study by its number."""
+    return next(trial for trial in study.get_trials(deepcopy=False) if trial.number == number)
+
+
+def as_trained(trial: FrozenTrial, study: Study) -> FrozenTrial:
+    """Return a trial with the params of its last epochs, and its suggested values as a user attribute if they differ.
+
+    In the study itself, trials keep their suggested values.
+    """
+    copies = trial.user_attrs.get(COPIES)
+    if not copies:
+        return trial
+    trained = copy.copy(trial)
+    trained.params = dict(copies[-1]["params"])
+    trained.distributions = numbered(study, copies[-1]["origin"]).distributions
+    trained.user_attrs = {**trial.user_attrs, SUGGESTED: trial.params}
+    return trained
+
+
+def _first_draw(sampler: Any) -> int:
+    """Return a number that the sampler's own generator draws; 0 without one."""
+    generator = next(generators_of(sampler), None)
+    if isinstance(generator, random.Random):
+        return generator.getrandbits(31)
+    draw = generator.randint if isinstance(generator, np.random.RandomState) else getattr(generator, "integers", None)
+    return 0 if draw is None else int(draw(2**31 - 1))
+
 
 def generators_of(sampler: Any) -> Iterator[Any]:
     """Yield all random generators in a sampler and in nested samplers, in the order of their attributes."""
+    packages = {"optuna", type(sampler).__module__.partition(".")[0]}
     visited: set[int] = set()
     waiting = [sampler]
     while waiting:
@@ -251,68 +363,15 @@ def generators_of(sampler: Any) -> Iterator[Any]:
             waiting.extend(reversed(part))
         elif isinstance(part, dict):
             waiting.extend(reversed(part.values()))
-        elif _of_a_sampler(part, sampler):
+        elif (
+            hasattr(part, "__dict__")
+            and not isinstance(part, type)
+            and (part is sampler or type(part).__module__.partition(".")[0] in packages)
+        ):
             waiting.extend(reversed(vars(part).values()))
 
 
-def _of_a_sampler(part: Any, sampler: Any) -> bool:
-    """Return whether to search an object for generators: the sampler, and its parts from the same packages."""
-    if not hasattr(part, "__dict__") or isinstance(part, type):
-        return False
-    packages = {"optuna", type(sampler).__module__.partition(".")[0]}
-    return part is sampler or type(part).__module__.partition(".")[0] in packages
-
-
-# Heartbeats of sweeps in their study, so that the trials of a crashed sweep do not stay RUNNING for ever.
-
-_PREFIX = "hfusion:sweep:"
-# Least seconds between heartbeats, and how long a sweep may be silent: seconds or rounds, whichever is longer.
-_EVERY, _SILENT, _ROUNDS = 30.0, 600.0, 10
-
-
-class Heartbeat:
-    """Writes heartbeats of the sweep ``run``, which has no directory, as a user attribute of its study."""
-
-    def __init__(self, study: Study, run: str) -> None:
-        self._study, self._key = study, _PREFIX + run
-        self._last_write = self._last_round = time.time()
-        self._write(self._last_write + _SILENT)
-
-    def beat(self) -> None:
-        """Write a heartbeat, unless the last one is recent. Called after every round."""
-        now = time.time()
-        took, self._last_round = now - self._last_round, now
-        if now - self._last_write > _EVERY:
-            self._last_write = now
-            self._write(now + max(_SILENT, _ROUNDS * took))
-
-    def end(self) -> None:
-        """Mark the sweep as ended. Later sweeps fail the trials that it left in training."""
-        self._write(0.0)
-
-    def _write(self, until: float) -> None:
-        beat = {"host": socket.gethostname(), "process": os.getpid(), "until": until}
-        self._study.set_user_attr(self._key, beat)
-
-
-def dead_runs(study: Study) -> set[str]:
-    """Return the names of a study's sweeps without a directory that no process trains."""
-    beats = {key.removeprefix(_PREFIX): value for key, value in study.user_attrs.items() if key.startswith(_PREFIX)}
-    return {run for run, beat in beats.items() if _dead(beat)}
-
-
-def _dead(beat: Any) -> bool:
-    """Return whether a sweep is dead, by its heartbeat."""
-    if beat["host"] == socket.gethostname() and os.name == "posix":
-        with suppress(PermissionError):
-            try:
-                os.kill(beat["process"], 0)
-            except ProcessLookupError:
-                return True
-    return bool(time.time() > beat["until"])
-
-
-# Values of several objectives: metrics that return them, and the trials that no other trial dominates.
+# Several objectives: arguments that exclude them, and metrics that return their values.
 
 
 def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:
@@ -359,44 +418,3 @@ def metric_values(count: int, values: Any) -> tuple[float, ...]:
             f"{count} objectives: return one for each direction, in their order"
         )
     return tuple(map(number, values))
-
-
-class BestTrials:
-    """The best of the trials that a sweep completed, by Optuna's rules for objectives, constraints and equal values.
-
-    Args:
-        numbers: the numbers of the sweep's trials, which grow as it asks for more.
-
-    Attributes:
-        models: the models of the best trials so far, by their numbers.
-    """
-
-    def __init__(self, study: Study, numbers: Sequence[int]) -> None:
-        self._study, self._numbers = study, numbers
-        self.models: dict[int, nn.Module] = {}
-
-    def takes(self, number: int) -> bool:
-        """Return whether a trial, which the study knows to be complete, is among the best."""
-        return number in self._best_numbers()
-
-    def add(self, number: int, model: nn.Module) -> None:
-        """Add a trial that `takes` accepted, and remove those that are no longer among the best."""
-        numbers = self._best_numbers()
-        self.models = {key: other for key, other in self.models.items() if key in numbers} | {number: model}
-
-    def _best_numbers(self) -> set[int]:
-        """Return the numbers of the best trials of this sweep in the study."""
-        numbers = set(self._numbers)
-        if len(self._study.directions) == 1:
-            with suppress(ValueError):
-                # Storages differ in which of several equal trials is the best.
-                if (best := self._study.best_trial.number) in numbers:
-                    return {best}
-        view = study_view(self._study, lambda trials: [trial for trial in trials if trial.number in numbers])
-        front = [trial.number for trial in view.best_trials]
-        return {*front[: 1 if len(self._study.directions) == 1 else None]}
-
-
-def any_nan(values: Sequence[float]) -> bool:
-    """Return whether any value is NaN. Members with non-finite parameters or losses have NaN values."""
-    return any(math.isnan(value) for value in values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,22 +27,20 @@ from hfusion.tune.loaders import Loaders
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space
 from hfusion.tune.study import (
-    Draws,
-    Heartbeat,
+    Callback,
+    Trials,
     check_objectives,
     concurrent_trials,
-    dead_runs,
     import_optuna,
     listening,
     open_study,
 )
 from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_result import SweepResult
-from hfusion.tune.sweep_runner import SweepProgress, SweepRunner
+from hfusion.tune.sweep_runner import SweepRunner
 from hfusion.tune.sweep_workers import LocalExecutor, SweepWorkers
 from hfusion.tune.trial_placement import Extent
 from hfusion.tune.trial_rows import SweepRecipe
-from hfusion.tune.trials import Callback, Trials
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
@@ -215,20 +212,16 @@ def sweep(
         extent = Extent(trials, epochs, seed, catch, pbt, deadline, concurrent, rounds == "asynchronous")
         recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
         stack.enter_context(listening(opened_study))
-        run = body.get("run") or uuid.uuid4().hex
-        sweep_trials = Trials(
-            opened_study, run, Draws(opened_study, body.get("base")), body.get("asked", ()), callbacks
-        )
-        sweep_trials.fail_stale_trials(dead_runs(opened_study))
-        heartbeat = None
-        if folder is None:
-            heartbeat = Heartbeat(opened_study, run)
-            stack.callback(heartbeat.end)
+        sweep_trials = Trials(opened_study, body.get("asked", ()), body.get("base"), callbacks)
         workers, recipe = _workers(machine, recipe, maker, extent, processes, stack)
-        bar = SweepProgress(opened_study, trials, shown=progress)
-        stack.callback(bar.close)
+        bar = None
+        if progress:
+            # tqdm is a dependency of Optuna.
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+            bar = stack.enter_context(tqdm(total=trials))
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        runner = SweepRunner(sweep_trials, maker, recipe, extent, workers, folder, heartbeat, bar, log)
+        runner = SweepRunner(sweep_trials, maker, recipe, extent, workers, folder, bar, log)
         workers.choose_device, workers.lost = runner.take_over, runner.lost
         if saved is not None:
             runner.resume(*saved)
@@ -239,7 +232,7 @@ def sweep(
             if folder is None:
                 runner.fail_unfinished()
             raise
-        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.models, len(workers.devices))
+        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best_models, len(workers.devices))
 
 
 def _machine(machine: Any) -> Machine | Cluster:

@@ -23,7 +23,7 @@ except ImportError:  # not on Windows
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 
-VERSION = 3
+VERSION = 4
 _LOCK, STATE, ARRAYS, JOURNAL = "lock", "state", "arrays", "study.journal"
 # How many states, and saves of an array named by them, are kept.
 KEEP = 2

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfusion.core import html
-from hfusion.tune.study import study_view
-from hfusion.tune.trials import SUGGESTED, as_trained
+from hfusion.tune.study import SUGGESTED, as_trained, study_view
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -6,26 +6,22 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
-from hfusion.tune.study import BestTrials, Heartbeat
+from hfusion.tune.study import COPIES, ROUND, Trials, numbered
 from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
 from hfusion.tune.trial_placement import Extent, Shape, ShapeArray, TrialPlacement, TrialSlot
 from hfusion.tune.trial_rows import SweepRecipe
-from hfusion.tune.trials import COPIES, Decision, Trials
-
-if TYPE_CHECKING:
-    from optuna import Study
 
 _log = logging.getLogger(__name__)
-# The last event of a trial in the log.
-_ENDS = {Decision.COMPLETE: "finished", Decision.PRUNED: "pruned", Decision.FAILED: "failed"}
+# The last event of a trial in the log, by its state in the study.
+_ENDS = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
 
 
 class SweepRunner:
@@ -37,6 +33,12 @@ class SweepRunner:
     In asynchronous rounds an array reports as soon as it has trained an epoch. A worker trains one array at a time: the
     one in the earliest round. No trial joins or leaves an array while it trains, so that all arrays can be saved
     between any two reports.
+
+    Args:
+        bar: shows how many trials have finished; a line of the log does so after every round.
+
+    Attributes:
+        best_models: the models of the best trials so far, by number.
     """
 
     def __init__(
@@ -47,20 +49,19 @@ class SweepRunner:
         extent: Extent,
         workers: SweepWorkers,
         folder: SweepFolder | None,
-        heartbeat: Heartbeat | None,
-        progress: SweepProgress,
+        bar: Any,
         log: EventLog,
     ) -> None:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
-        self._workers, self._folder, self._heartbeat = workers, folder, heartbeat
-        self._progress, self._events = progress, log
+        self._workers, self._folder = workers, folder
+        self._bar, self._events = bar, log
         self.placement = TrialPlacement(workers, recipe, extent, saved=folder is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
         # The round of the arrays that reported last.
         self._round = 0
         # Values of trials by array, until these report.
         self._results: dict[str, dict[str, tuple[float, ...]]] = {}
-        self.best = BestTrials(trials.study, trials.asked_numbers)
+        self.best_models: dict[int, nn.Module] = {}
 
     def run(self) -> None:
         """Train until every trial has finished."""
@@ -71,15 +72,29 @@ class SweepRunner:
             began = time.monotonic()
             ready = self._next_ready()
             self._report(ready)
-            live = len(self.trials.live)
-            finished, seconds = len(self.trials.asked_numbers) - live, time.monotonic() - began
-            self._progress.round(self._round, finished, live, len(ready), seconds)
+            self._show_round(len(ready), time.monotonic() - began)
             self._round += 1
-            if self._heartbeat is not None:
-                self._heartbeat.beat()
             self._refill()
             self.save()
         self.save(ended=True)
+
+    def _show_round(self, arrays: int, seconds: float) -> None:
+        """Log the end of a round in which ``arrays`` reported, and update the bar."""
+        study, training = self.trials.study, len(self.trials.live)
+        finished = len(self.trials.asked_numbers) - training
+        if len(study.directions) > 1:
+            count = len(study.best_trials)
+            best = f"{count} trial{'s' * (count != 1)} on the Pareto front."
+        else:
+            try:
+                best = f"Best trial: {study.best_trial.number}. Best value: {study.best_value:.6g}"
+            except ValueError:
+                best = "No trial is complete."
+        counts = f"{finished} trials finished, {training} training in {arrays} arrays"
+        _log.info("round %d: %s, %.2f s. %s", self._round, counts, seconds, best)
+        if self._bar is not None:
+            self._bar.set_description(best)
+            self._bar.update(finished - self._bar.n)
 
     def _next_ready(self) -> list[ShapeArray]:
         """Train until arrays report: all of them, or in asynchronous rounds the first that is ready."""
@@ -115,21 +130,17 @@ class SweepRunner:
         for array in arrays:
             array.save, array.training = "", False
         slots = [(array, array.slots[tag], scores) for array in arrays for tag, scores in values[array.name].items()]
-        freed_devices: set[int] = set()
         for array, slot, scores in sorted(slots, key=lambda entry: entry[1].number):
             last, slot.epochs = slot.is_last, slot.epochs + 1
-            decision = self.trials.report(slot.number, scores, slot.epochs - 1, last=last)
-            event = _ENDS.get(decision, "evaluated" if scores else "trained")
-            error = "NaN in a loss, a gradient or a value" if decision is Decision.FAILED else None
+            state = self.trials.report(slot.number, scores, slot.epochs - 1, last=last).name
+            event = _ENDS.get(state, "evaluated" if scores else "trained")
+            error = "NaN in a loss, a gradient or a value" if state == "FAIL" else None
             shown = " ".join(f"{score:.6g}" for score in scores) or None
             self._note(array, slot, event, value=shown, error=error)
-            if decision is not Decision.CONTINUE:
-                best = decision is Decision.COMPLETE and self.best.takes(slot.number)
-                self._leave(array, slot, is_best=best)
-                freed_devices.add(array.device)
+            if state in _ENDS:
+                self._leave(array, slot, completed=state == "COMPLETE")
         for array in arrays:
             self._exploit(array, values[array.name])
-        self.placement.collect(freed_devices)
 
     def _note(self, array: ShapeArray, slot: TrialSlot, event: str, **values: object) -> None:
         """Log an event of a trial, with the device, node and process of its array."""
@@ -150,11 +161,12 @@ class SweepRunner:
         self._note_all(self.placement.named(name), "moved")
         return device
 
-    def _leave(self, array: ShapeArray, slot: TrialSlot, *, is_best: bool) -> None:
+    def _leave(self, array: ShapeArray, slot: TrialSlot, *, completed: bool) -> None:
         """Free the row of a trial. Keep its model if it is among the best trials."""
         del array.slots[slot.tag]
-        if is_best:
-            self.best.add(slot.number, self._workers.leave(array.name, self._member(slot)))
+        if completed and slot.number in (best := self.trials.best_numbers()):
+            model = self._workers.leave(array.name, self._member(slot))
+            self.best_models = {n: other for n, other in self.best_models.items() if n in best} | {slot.number: model}
         elif not array.plain:
             self._workers.send(array.name, "discard", slot.tag)
 
@@ -169,9 +181,9 @@ class SweepRunner:
         pbt = self._extent.pbt
         if pbt is None:
             return
-        (sign,), tags = self.trials.signs, [tag for tag, slot in array.slots.items() if not slot.epochs % pbt.interval]
-        due = {tag: sign * values[tag][0] for tag in tags}
-        draw = random.Random(f"{self.trials.draws.base} {self._round} {array.name}")
+        sign = 1 if self.trials.study.direction.name == "MAXIMIZE" else -1
+        due = {tag: sign * values[tag][0] for tag, slot in array.slots.items() if not slot.epochs % pbt.interval}
+        draw = random.Random(f"{self.trials.base} {self._round} {array.name}")
         pairs = pbt.pairs(due, draw)
         if not pairs:
             return
@@ -181,7 +193,9 @@ class SweepRunner:
             slot, copied = array.slots[tag], array.slots[source]
             origin = copied.number if copied.origin is None else copied.origin
             slot.params, slot.suggestion, slot.origin = params, suggestion, origin
-            self.trials.copied(slot.number, copied.number, slot.epochs, params, origin)
+            trial = self.trials.live[slot.number]
+            event = {"epoch": slot.epochs, "source": copied.number, "params": params, "origin": origin}
+            trial.set_user_attr(COPIES, [*trial.user_attrs.get(COPIES, []), event])
             self._note(array, slot, "copied", source=copied.number)
 
     def _explored(self, slot: TrialSlot, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
@@ -196,8 +210,8 @@ class SweepRunner:
                 return False
             return suggestion.same_but_for_numbers(slot.suggestion)
 
-        params, distributions = self.trials.suggested(slot.number if slot.origin is None else slot.origin)
-        perturbed = self._extent.pbt.explored(slot.params or params, distributions, allowed, draw)
+        origin = numbered(self.trials.study, slot.number if slot.origin is None else slot.origin)
+        perturbed = self._extent.pbt.explored(slot.params or origin.params, origin.distributions, allowed, draw)
         return perturbed, self._fixed(perturbed, slot.number)
 
     def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
@@ -216,9 +230,10 @@ class SweepRunner:
             new = array.assign_slots(self._round)
             self._workers.join(array.name, new)
             for member in new:
-                self.trials.record_start_round(member.number, array.slots[member.tag].began)
+                self.trials.live[member.number].set_user_attr(ROUND, array.slots[member.tag].began)
                 self._note(array, array.slots[member.tag], "started")
-        self.placement.give_back()
+        self.placement.drop_empty()
+        self.trials.beat()
 
     def _next(self) -> tuple[TrialModel, Shape] | None:
         """Return the next trial and its shape; None if no more trials start."""
@@ -231,9 +246,9 @@ class SweepRunner:
                 next_trial = self._candidate(trial)
             except Exception as error:
                 pruned = isinstance(error, self.trials.optuna.TrialPruned)
-                decision = Decision.PRUNED if pruned else Decision.FAILED
-                self.trials.end(trial.number, decision)
-                self._events.trial(trial.number, _ENDS[decision], {"error": first_line(error)})
+                state = self.trials.states.PRUNED if pruned else self.trials.states.FAIL
+                self.trials.end(trial.number, state)
+                self._events.trial(trial.number, _ENDS[state.name], {"error": first_line(error)})
                 if not pruned and not isinstance(error, self._extent.catch):
                     error.add_note(f"in trial {trial.number} of study {self.trials.study.study_name!r}")
                     raise
@@ -252,8 +267,8 @@ class SweepRunner:
 
     def fail_unfinished(self) -> None:
         """Mark all unfinished trials as failed, as a sweep without a folder must: it cannot be resumed."""
-        for number in self.trials.live:
-            self.trials.end(number, Decision.FAILED)
+        for number in list(self.trials.live):
+            self.trials.end(number, self.trials.states.FAIL)
 
     def save(self, *, ended: bool = False) -> None:
         """Save the state that a resumed sweep needs, with the size of the study."""
@@ -267,11 +282,10 @@ class SweepRunner:
         for array in changed:
             array.save = self._folder.relative_path(saves[array.name])
         tensors: dict[str, Tensor] = {}
-        for number, model in self.best.models.items():
+        for number, model in self.best_models.items():
             tensors |= {f"{number}.{key}": value.detach().clone() for key, value in model.state_dict().items()}
         body = {
-            "run": self.trials.run,
-            "base": self.trials.draws.base,
+            "base": self.trials.base,
             "seed": self._extent.seed,
             "epochs": self._extent.epochs,
             "rounds": self._extent.rounds,
@@ -283,7 +297,7 @@ class SweepRunner:
             "stopped": self._extent.trials if self.trials.study._stop_flag else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": self._saved_arrays(),
-            "best": list(self.best.models),
+            "best": list(self.best_models),
         }
         self._folder.write(body, tensors, self._round)
 
@@ -294,6 +308,7 @@ class SweepRunner:
                 "name": array.name,
                 "plain": array.plain,
                 "save": array.save,
+                "first": array.first,
                 "seats": [
                     [slot.number, slot.began, slot.epochs, slot.params, slot.origin] for slot in array.slots.values()
                 ],
@@ -317,12 +332,19 @@ class SweepRunner:
                 # Trials that became a copy of another have values of their own.
                 suggestion = suggestions[number] if params is None else self._restore_suggestion(params, number)
                 slots.append(TrialSlot(number, suggestion, began, done, params, origin))
-            self._restore(record["name"], record["save"], slots, plain=record["plain"])
+            members = [self._member(slot) for slot in slots]
+            shape = self.placement.shape(members[0])
+            array = self.placement.restored(
+                record["name"], shape, slots, members[0], record["first"], plain=record["plain"]
+            )
+            self._workers.restore(array.name, (self._folder.root / record["save"]).absolute(), members)
+            array.save = record["save"]
+            self._note_all(array, "resumed")
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
             self._waiting = candidate, self.placement.shape(candidate)
         for number in body["best"]:
-            self.best.models[number] = self._restore_best(number, tensors)
+            self.best_models[number] = self._restore_best(number, tensors)
 
     def _restore_suggestion(self, params: dict[str, Any], number: int) -> Suggestion:
         """Evaluate the search space on saved values. Raises CheckpointError if the space has changed."""
@@ -338,17 +360,9 @@ class SweepRunner:
             "those that it was, or a new directory"
         )
 
-    def _restore(self, name: str, save: str, slots: list[TrialSlot], *, plain: bool) -> None:
-        assert self._folder is not None
-        members = [self._member(slot) for slot in slots]
-        array = self.placement.restored(name, self.placement.shape(members[0]), slots, members[0], plain=plain)
-        found = self._workers.restore(name, (self._folder.root / save).absolute(), members)
-        (array.widths, array.width), array.save = found or (None, 0), save
-        self._note_all(array, "resumed")
-
     def _restore_best(self, number: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return the model of a best trial of the saved sweep: it is made again, and its saved tensors are loaded."""
-        trial = next(frozen for frozen in self.trials.study.get_trials(deepcopy=False) if frozen.number == number)
+        trial = numbered(self.trials.study, number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._restore_suggestion(copies[-1]["params"] if copies else trial.params, number)
         model = self._maker.models.model(number, suggestion).cpu()
@@ -358,46 +372,3 @@ class SweepRunner:
         except RuntimeError as error:
             raise self._changed(f"make_model gave another model for trial {number}", error) from error
         return model
-
-
-# The progress of a sweep: a bar like in study.optimize, and a log line after every round.
-
-
-class SweepProgress:
-    """Shows how many of ``trials`` have finished, and the best value so far.
-
-    Args:
-        shown: whether to draw a bar; without one only the log is written.
-    """
-
-    def __init__(self, study: Study, trials: int, *, shown: bool) -> None:
-        self._study = study
-        self._bar: Any = None
-        if shown:
-            # tqdm is a dependency of Optuna.
-            from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-            self._bar = tqdm(total=trials)
-
-    def round(self, number: int, finished: int, training: int, arrays: int, seconds: float) -> None:
-        """Log the end of a round, with counts of trials and arrays, and update the bar."""
-        best, counts = self._best(), f"{finished} trials finished, {training} training in {arrays} arrays"
-        _log.info("round %d: %s, %.2f s. %s", number, counts, seconds, best)
-        if self._bar is not None:
-            self._bar.set_description(best)
-            self._bar.update(finished - self._bar.n)
-
-    def close(self) -> None:
-        """Close the bar, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _best(self) -> str:
-        if len(self._study.directions) > 1:
-            count = len(self._study.best_trials)
-            return f"{count} trial{'s' * (count != 1)} on the Pareto front."
-        try:
-            best = self._study.best_trial
-        except ValueError:
-            return "No trial is complete."
-        return f"Best trial: {best.number}. Best value: {best.value:.6g}"

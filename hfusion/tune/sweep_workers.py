@@ -94,13 +94,11 @@ class RowsJob:
         recipe_ref: the reference by which a process of a cluster gets the recipe and the maker.
         calls: the calls of each array; pickled for a cluster.
         dropped: the names of arrays that have ended.
-        collect: whether to collect garbage first.
     """
 
     recipe_ref: Any
     calls: dict[str, tuple[RowsCall | bytes, ...]]
     dropped: tuple[str, ...]
-    collect: bool
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
         """Run in a process of a cluster. Models are returned as tensors: their class may be importable here alone."""
@@ -113,9 +111,11 @@ class RowsJob:
 
     def answers(self, host: _TrialHost, read: Callable[[Any], RowsCall] = lambda call: call) -> dict[str, Any]:
         """Return the result of the last call of each array. ``read``: returns a call as it was before it was packed."""
+        arrays = [name for name in self.dropped if not isinstance(host.rows.get(name), PlainTrial | None)]
         for name in self.dropped:
             host.rows.pop(name, None)
-        if self.collect:
+        if arrays:
+            # They and their programs form reference cycles, which hold memory until Python collects garbage.
             gc.collect()
         return {name: [host.call(name, *read(call)) for call in calls][-1] for name, calls in self.calls.items()}
 
@@ -259,7 +259,6 @@ class SweepWorkers:
             self._recipe_ref = executor.put(pack(_PARCEL, (recipe, maker), {}))
         self._sent: dict[str, _SentCalls] = {}
         self._dropped: dict[int, list[str]] = {}
-        self._collect: set[int] = set()
         self.lost_devices: set[int] = set()
         # For each busy worker: its arrays, and how many calls of each will be done when it answers.
         self._running: dict[int, dict[str, int]] = {}
@@ -304,9 +303,9 @@ class SweepWorkers:
         """Let trials join an array."""
         self.send(name, "join", *self._members(name, new))
 
-    def restore(self, name: str, saved: Path, members: Sequence[TrialModel]) -> Any:
-        """Restore an array from a save; see `TrialRows.restore`."""
-        return self.ask({name: ("restore", (saved, *self._members(name, members)))})[name]
+    def restore(self, name: str, saved: Path, members: Sequence[TrialModel]) -> None:
+        """Restore an array from a save."""
+        self.ask({name: ("restore", (saved, *self._members(name, members)))})
 
     def _members(self, name: str, members: Sequence[TrialModel]) -> tuple[bool, Any]:
         """Return whether an array is a plain trial, and its members as data. A cluster makes their models again."""
@@ -353,9 +352,8 @@ class SweepWorkers:
         for worker, waiting in idle.items():
             calls = {name: tuple(self._sent[name].calls[self._sent[name].done :]) for name in waiting}
             self._running[worker] = {name: len(self._sent[name].calls) for name in waiting}
-            dropped, collect = tuple(self._dropped.pop(worker, ())), worker in self._collect
-            self._collect.discard(worker)
-            self._executor.start_job(worker, RowsJob(self._recipe_ref, calls, dropped, collect))
+            dropped = tuple(self._dropped.pop(worker, ()))
+            self._executor.start_job(worker, RowsJob(self._recipe_ref, calls, dropped))
 
     def _listen(self) -> None:
         """Wait for messages of workers: store results, raise errors of calls, and restart arrays of lost devices."""
@@ -422,7 +420,3 @@ class SweepWorkers:
     def drop(self, name: str) -> None:
         """Remove an array without trials."""
         self._dropped.setdefault(self._sent.pop(name).worker, []).append(name)
-
-    def collect(self, device: int) -> None:
-        """Let a device collect garbage before its next job, to free its memory."""
-        self._collect.add(device)

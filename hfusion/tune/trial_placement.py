@@ -155,9 +155,8 @@ class ShapeArray:
         self.name, self.shape, self.device, self.plain = name, shape, device, plain
         self.slots: dict[str, TrialSlot] = {}
         self.joining: list[TrialModel] = []
-        self.widths: Widths | None = None
-        # The number of rows, free ones too.
-        self.width = 0
+        # The number of rows with which it began; 0 before that.
+        self.first = 0
         # True from the start of an epoch until its result is reported.
         self.training = False
         # Path of its last save, relative to the sweep's folder; empty if it has changed since.
@@ -173,21 +172,16 @@ class ShapeArray:
         """Number of trials that have a row or wait for one."""
         return len(self.slots) + len(self.joining)
 
-    def least(self, more: int = 0) -> int:
-        """Return the number of rows with ``more`` members, after free rows are released."""
-        members = self.trial_count + more
-        return members if self.widths is None or not members else self.widths.of(members)
-
     def rows(self, more: int = 0) -> int:
         """Return the number of rows with ``more`` members."""
-        return max(self.width, self.least(more))
+        members = self.trial_count + more
+        return Widths(self.first or members).of(members) if members else 0
 
     def assign_slots(self, round_: int) -> Sequence[TrialModel]:
         """Give rows to waiting trials, and return them. Their first round is the array's next one, else ``round_``."""
-        self.width, self.save = self.rows(), ""
         began = round_ if self.round is None else self.round
-        new, self.joining = self.joining, []
-        self.widths = self.widths or Widths(len(new))
+        new, self.joining, self.save = self.joining, [], ""
+        self.first = self.first or len(new)
         self.slots |= {member.tag: TrialSlot(member.number, member.suggestion, began) for member in new}
         return new
 
@@ -279,7 +273,7 @@ class TrialPlacement:
     def open(self) -> list[ShapeArray]:
         """Give waiting trials to workers in arrays, or plain, the longest first. Return the arrays that trials join."""
         plain: list[ShapeArray] = []
-        for array in [array for array in self.arrays if array.widths is None and not array.plain]:
+        for array in [array for array in self.arrays if not array.first and not array.plain]:
             if self._is_array(array):
                 self._workers.open(array.name, array.device)
                 continue
@@ -305,11 +299,14 @@ class TrialPlacement:
         return shape.is_array
 
     def restored(
-        self, name: str, shape: Shape, slots: Sequence[TrialSlot], first: TrialModel, *, plain: bool
+        self, name: str, shape: Shape, slots: Sequence[TrialSlot], first: TrialModel, rows: int, *, plain: bool
     ) -> ShapeArray:
-        """Place a saved array on the device whose round ends first, among those with memory for it if there are any."""
+        """Place a saved array on the device whose round ends first, among those with memory for it if there are any.
+
+        ``rows``: those with which it began.
+        """
         array = ShapeArray(name, shape, self._live_devices[0], plain=plain)
-        array.slots = {slot.tag: slot for slot in slots}
+        array.slots, array.first = {slot.tag: slot for slot in slots}, rows
         device = self._device_for(array)
         array.device = array.device if device is None else device
         shape.is_array = shape.is_array or not plain
@@ -322,25 +319,12 @@ class TrialPlacement:
         order = sorted(self._live_devices, key=lambda device: sum(map(self._epoch_seconds, self._on(device))))
         return next((device for device in order if self._fits(device, [array, *self._on(device)])), None)
 
-    def give_back(self) -> None:
-        """Drop arrays without trials, and release free rows."""
+    def drop_empty(self) -> None:
+        """Drop arrays without trials."""
         for array in self.arrays:
             if not array.trial_count:
                 self._workers.drop(array.name)
-            elif array.slots and self._rests(array) and array.least() < array.width:
-                array.width, array.save = array.least(), ""
-                self._workers.send(array.name, "compact")
         self.arrays = [array for array in self.arrays if array.trial_count]
-
-    def collect(self, devices: Iterable[int]) -> None:
-        """Let workers collect garbage where trials have left, and arrays need more than half of a device.
-
-        Members that left, arrays and programs form reference cycles, which hold memory until Python collects garbage.
-        A collection takes a fifth of a second, so it is only requested when memory is short.
-        """
-        for device in devices:
-            if not self._fits(device, self._on(device), part=0.5):
-                self._workers.collect(device)
 
     def _rests(self, array: ShapeArray) -> bool:
         """Return whether trials may join and leave an array: neither it nor its device is training."""
@@ -349,14 +333,14 @@ class TrialPlacement:
     def _on(self, device: int) -> list[ShapeArray]:
         return [array for array in self.arrays if array.device == device]
 
-    def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None, part: float = 1) -> bool:
-        """Return whether arrays, with one more member in ``more``, fit into a ``part`` of a device's memory budget."""
+    def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None) -> bool:
+        """Return whether arrays, with one more member in ``more``, fit into a device's memory budget."""
         info = self._workers.devices[device]
         rows = Counter[Shape]()
         for array in arrays:
             rows[array.shape] += array.rows(1 if array is more else 0)
         sizes = [(shape.footprint(info), count, not shape.is_array) for shape, count in rows.items()]
-        return fits(int(info.budget * part), sizes)
+        return fits(info.budget, sizes)
 
     @property
     def _live_devices(self) -> list[int]:
@@ -371,7 +355,7 @@ class TrialPlacement:
     def _epoch_seconds(self, array: ShapeArray, more: int = 0) -> float:
         """Return the estimated seconds of an epoch with ``more`` members; of a minibatch if nothing has a length."""
         footprint = array.shape.footprint(self._workers.devices[array.device])
-        return footprint.seconds(array.least(more)) * array.shape.minibatches
+        return footprint.seconds(array.rows(more)) * array.shape.minibatches
 
     def _has_room(self, array: ShapeArray) -> bool:
         """Return whether a device has memory for one more member of an array, without those that have no trials."""
@@ -379,10 +363,10 @@ class TrialPlacement:
             others = [placed for placed in self._on(array.device) if placed is not array]
             if self._fits(array.device, [array, *others], array):
                 return True
-            self.give_back()
+            self.drop_empty()
             if array not in self.arrays:
                 # It had no trials, and was dropped.
-                array.widths, array.width = None, 0
+                array.first = 0
         return False
 
     def moved(self, name: str) -> int:

@@ -19,7 +19,6 @@ from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark, unmark
-from hfusion.core.row_indices import Widths
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.evaluation import evaluating_model, member_metrics, with_row
 from hfusion.step.compile_mode import Compile
@@ -130,8 +129,8 @@ class TrialRows(ABC):
         """Save all trials, and return the path of the save."""
 
     @abstractmethod
-    def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[Widths, int] | None:
-        """Restore trials from a save. Return the widths of an array, and its number of rows."""
+    def restore(self, saved: Path, members: Sequence[TrialModel]) -> None:
+        """Restore trials from a save."""
 
     @abstractmethod
     def _members(self) -> dict[int, str]:
