@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hfusion.cluster.driver import Drive
-from hfusion.cluster.jobs import RunOptions, placed_tasks
+from hfusion.cluster.driver import Drive, placed_tasks
 from hfusion.cluster.messages import Executor
 from hfusion.cluster.process_executor import ProcessExecutor
 from hfusion.core.errors import PlanError
@@ -103,46 +102,31 @@ class Cluster:
     def _open(self) -> Executor:
         if isinstance(self._where, Machine):
             return ProcessExecutor(self._where)
-        from hfusion.cluster.ray_executor import ActorOptions, RayExecutor
+        from hfusion.cluster.ray_executor import RayExecutor
 
         resources = {name: value for name, value in self._options.items() if value is not None}
         machine = (self._memory, self._host, self._disk)
-        options = ActorOptions(resources, None, machine, self._timeout, self._devices)
-        return RayExecutor(self._where, options, self._runtime_env)
+        return RayExecutor(self._where, resources, self._runtime_env, machine, self._timeout, self._devices)
 
-    def train(
+    def _train(
         self,
-        tasks: Task | Iterable[Task],
-        policy: str | Policy = DEFAULT,
-        *,
-        plan: object = None,
-        progress: bool = False,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int | None = None,
-        resume: bool = True,
-        on_result: OnResult | None = None,
+        tasks: Sequence[Task],
+        policy: str,
+        progress: bool,
+        checkpoint: Path | None,
+        every: int | None,
+        resume: bool,
+        on_result: OnResult | None,
     ) -> Report:
-        """Train tasks on the cluster; see `hfusion.train`.
-
-        If a task fails, the others are trained, and the TrainError at the end holds their results. Callbacks of tasks
-        run in the driver.
-
-        Raises:
-            PlanError: as `hfusion.train`, and if ``plan`` is given, which is for one machine.
-        """
-        task_list = listed(tasks)
-        if plan is not None:
-            raise PlanError("plan is for one process on an hf.Machine: other processes plan by themselves")
-        folder = None if checkpoint is None else Path(checkpoint).absolute()
-        options = RunOptions(folder, every, named(policy).name, on_result is not None)
         with ExitStack() as stack:
             executor = self._open()
             stack.callback(executor.close)
-            placed = placed_tasks(task_list, executor.devices, options, resume=resume)
-            log = stack.enter_context(EventLog(folder, "train", arrays=len(placed)))
+            options: dict[str, Any] = {"policy": policy, "checkpoint": checkpoint, "every": every, "resume": resume}
+            placed = placed_tasks(tasks, executor.devices, **options, asks=on_result is not None)
+            log = stack.enter_context(EventLog(checkpoint, "train", arrays=len(placed)))
             drive = Drive(placed, executor, self._max_failures, log, on_result)
             if progress:
-                bars = TaskBars([(task.name, task.steps) for task in task_list], [0] * len(task_list))
+                bars = TaskBars([(task.name, task.steps) for task in tasks], [0] * len(tasks))
                 drive.show = stack.enter_context(bars).reach
             return drive.run()
 
@@ -251,20 +235,14 @@ def train(
         machine = Cluster(machine)
     elif isinstance(machine, Cluster) and processes is not None:
         raise PlanError("processes is for an hf.Machine: a cluster has a process for each of its devices")
+    chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     if isinstance(machine, Cluster):
-        return machine.train(
-            tasks,
-            policy,
-            plan=plan,
-            progress=progress,
-            checkpoint=checkpoint,
-            every=every,
-            resume=resume,
-            on_result=on_result,
-        )
+        if plan is not None:
+            raise PlanError("plan is for one process on an hf.Machine: other processes plan by themselves")
+        folder = None if root is None else root.absolute()
+        return machine._train(tasks, chosen.name, progress, folder, every, resume, on_result)
     if not isinstance(machine, Machine):
         raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}, or an hf.Cluster.")
-    chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     with ExitStack() as stack:
         stack.enter_context(reserve_tensors(tasks))
         # If tasks alternate on a device, a kept shard would be loaded and evicted at every switch.

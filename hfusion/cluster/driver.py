@@ -6,23 +6,31 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.jobs import PlacedArray, SharedParts
-from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost
-from hfusion.cluster.node import ArrayDone, Divided, Message, ResultMessage, StopQuery, loader_generators
+from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, pack_with_keys
+from hfusion.cluster.node import ArrayDone, ArrayJob, Divided, Message, ResultMessage, StopQuery, loader_generators
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import EventLog, first_line
-from hfusion.device.forked_worker import Failure
+from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.array_log import ArrayLogs, ArrayNote
+from hfusion.tasks.array_plan import Room
+from hfusion.tasks.checkpoints import check_every, check_folder
+from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.stopping import OnResult, answered
-from hfusion.tasks.task import Evaluation, Step
+from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import Report, TaskReport, joined
 
@@ -63,7 +71,6 @@ class Drive:
         budgets = [device.budget for device in executor.devices]
         self._placement = Placement([array.size for array in placed], budgets, max_failures)
         self._parts = SharedParts(placed, executor)
-        self._running_arrays: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
         self._failed: dict[int, BaseException] = {}
         self._began = time.time()
@@ -77,38 +84,32 @@ class Drive:
         placement = self._placement
         while not placement.over:
             for device, number in list(placement.starts()):
-                self._running_arrays[device] = number
-                self._start_array(device, number)
+                try:
+                    self._executor.start_job(device, self._arrays[number].packed_job(self._parts))
+                except HFusionError as error:
+                    self._fail(device, error)
             for device, message in self._executor.wait(GLANCE):
                 self._hear(device, message)
             self._wait_for_devices()
         return self._result()
 
-    def _start_array(self, device: int, number: int) -> None:
-        try:
-            self._executor.start_job(device, self._arrays[number].job(self._parts))
-        except HFusionError as error:
-            self._fail(device, error)
-
     def _hear(self, device: int, message: Message) -> None:
+        running = self._placement.running
         if isinstance(message, Lost):
             self._lose(device, message.reason)
         elif isinstance(message, DeviceInfo):
             self._placement.join(message.budget)
         elif isinstance(message, ResultMessage):
-            for result in message.results:
-                self._tell(device, result)
-            for note in message.notes:
-                self._note(device, self._running_arrays.get(device), note)
+            self._hear_results(device, message)
         elif isinstance(message, Divided):
-            self._divide(self._running_arrays[device], message.arrays)
+            self._divide(running[device], message.arrays)
         elif isinstance(message, StopQuery):
-            self._executor.answer(device, self._answer(device, *message.result_message.results))
+            self._hear_results(device, message.told)
+            self._executor.answer(device, self._answer(device, message.result))
         elif isinstance(message, Failure):
             self._fail(device, message.error_of(f"the process of {self._executor.devices[device].name!r}"))
         elif isinstance(message, ArrayDone):
-            number = self._running_arrays.pop(device)
-            self._placement.end(device)
+            number = self._placement.end(device)
             self._done[number] = (device, message)
             self._show(number, self._arrays[number].task.steps)
 
@@ -132,10 +133,16 @@ class Drive:
         if number is not None:
             array = self._arrays[number]
             location = {} if device is None else self._executor.devices[device].log_fields
-            self._logs.hear(array.name, array.task, array.members, event, location)
+            self._logs.hear(array.job.name, array.task, array.job.members, event, location)
+
+    def _hear_results(self, device: int, message: ResultMessage) -> None:
+        for result in message.results:
+            self._tell(device, result)
+        for note in message.notes:
+            self._note(device, self._placement.running.get(device), note)
 
     def _tell(self, device: int, result: Step | Evaluation) -> None:
-        number = self._running_arrays.get(device)
+        number = self._placement.running.get(device)
         if number is None or number in self._failed:
             return
         array, count = self._arrays[number], self._count(number, result)
@@ -161,7 +168,7 @@ class Drive:
 
     def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
         """Return the members that ``on_result`` stops. If it raises, give up the array and return no members."""
-        number = self._running_arrays.get(device)
+        number = self._placement.running.get(device)
         if number is None or number in self._failed or self._on_result is None:
             return []
         key, count = (number, type(result)), self._count(number, result)
@@ -185,7 +192,7 @@ class Drive:
             self._note(device, number, ArrayNote("failed", None, error=first_line(error)))
 
     def _fail(self, device: int, error: BaseException) -> None:
-        number = self._running_arrays.pop(device)
+        number = self._placement.running[device]
         # What cannot be planned for this device may fit a larger one.
         if isinstance(error, PlanError):
             if self._placement.exceed(device):
@@ -195,7 +202,7 @@ class Drive:
         self._give_up(device, number, error)
 
     def _lose(self, device: int, reason: str) -> None:
-        self._note(device, self._running_arrays.pop(device, None), ArrayNote("lost", None, error=reason))
+        self._note(device, self._placement.running.get(device), ArrayNote("lost", None, error=reason))
         self._last_loss = f"{self._executor.devices[device].name!r} at last: {reason}"
         for number in self._placement.lose(device, back=self._executor.revive(device)):
             count = self._placement.failures[number]
@@ -252,7 +259,8 @@ class Drive:
                     tensor.copy_(done.tensors[name])
         if isinstance(placed_array.task.optimizer, FusedOptimizer) and done.optimizer is not None:
             placed_array.task.optimizer.load_state_dict(done.optimizer)
-        return placed_array.members, replace(report, _arrays=((placed_array.members, array),))
+        members = placed_array.job.members
+        return members, replace(report, _arrays=((members, array),))
 
     def _plan(self) -> Plan:
         devices = self._executor.devices
@@ -292,6 +300,9 @@ class Placement:
         sizes: an estimate for each array, by which they start.
         budgets: the memory of each device, in bytes.
         max_failures: how often the device of an array may be lost before the array is given up.
+
+    Attributes:
+        running: the array of each device that trains one.
     """
 
     def __init__(self, sizes: Sequence[float], budgets: Sequence[int], max_failures: int) -> None:
@@ -300,7 +311,7 @@ class Placement:
         self.failures: list[int] = []
         # For each array, the memory of the largest device that was too small for it.
         self._too_small: list[int] = []
-        self._running: dict[int, int] = {}
+        self.running: dict[int, int] = {}
         self._lost: set[int] = set()
         self._waiting: list[int] = []
         for size in sizes:
@@ -309,12 +320,12 @@ class Placement:
     @property
     def over(self) -> bool:
         """True if no array runs or waits."""
-        return not self._running and not self._waiting
+        return not self.running and not self._waiting
 
     @property
     def stranded(self) -> list[int]:
         """The arrays that wait while none runs and no remaining device takes one of them."""
-        idle = not self._running and not any(self._next_array(device) is not None for device in self._remaining())
+        idle = not self.running and not any(self._next_array(device) is not None for device in self._remaining())
         return sorted(self._waiting) if idle else []
 
     def _remaining(self) -> Iterator[int]:
@@ -334,10 +345,10 @@ class Placement:
     def starts(self) -> Iterator[tuple[int, int]]:
         """Yield each idle device that begins an array now, and that array."""
         for device in self._remaining():
-            number = None if device in self._running else self._next_array(device)
+            number = None if device in self.running else self._next_array(device)
             if number is not None:
                 self._waiting.remove(number)
-                self._running[device] = number
+                self.running[device] = number
                 yield device, number
 
     def _next_array(self, device: int) -> int | None:
@@ -346,7 +357,7 @@ class Placement:
 
     def end(self, device: int) -> int:
         """Note that the array on a device has ended or failed, and return its index."""
-        return self._running.pop(device)
+        return self.running.pop(device)
 
     def exceed(self, device: int) -> bool:
         """Let the array on a device wait for a larger one. Return False if there is none; then the array has ended."""
@@ -364,7 +375,7 @@ class Placement:
         """
         if not back:
             self._lost.add(device)
-        if device not in self._running:
+        if device not in self.running:
             return []
         number = self.end(device)
         self.failures[number] += 1
@@ -382,3 +393,128 @@ class Placement:
         stranded = self.stranded
         self._waiting = [number for number in self._waiting if number not in stranded]
         return stranded
+
+
+# What is sent to the workers: tasks, their arrays, and the objects that they share.
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedArray:
+    """A task, or an array of it once a worker has planned the task as several arrays.
+
+    Attributes:
+        sent: a copy of the task, with a seed, as it is sent to the worker.
+        job: its job, without the task.
+    """
+
+    task: Task
+    sent: Task
+    job: ArrayJob
+
+    @property
+    def size(self) -> float:
+        """An estimate of the work by which arrays are compared: parameters that are stepped, over all minibatches."""
+        models = self.sent.models
+        modules = [models] if isinstance(models, nn.Module) else [models[member] for member in self.job.members]
+        return self.task.steps * float(sum(tensor.numel() for model in modules for _, tensor in tensors(model)))
+
+    def array(self, name: str, members: tuple[int, ...]) -> PlacedArray:
+        """Return an array of this task."""
+        job = replace(self.job, name=name, members=members, room=None)
+        return replace(self, job=job, sent=_with_models(self.sent, members))
+
+    def packed_job(self, parts: SharedParts) -> ArrayJob:
+        """Return the job with the task."""
+        parcel, keys = pack_with_keys(f"the task {self.task.name!r}", self.sent, parts.keys)
+        return replace(self.job, parcel=parcel, parts={key: parts.references[key] for key in keys})
+
+    def trained_array(self) -> FusedModule:
+        """Return the array of this process into which results are written."""
+        models = self.task.models
+        if isinstance(models, FusedModule):
+            return models
+        model_list = [models] if isinstance(models, nn.Module) else models
+        return fuse([model_list[index] for index in self.job.members])
+
+
+def placed_tasks(
+    tasks: Sequence[Task],
+    devices: Sequence[DeviceInfo],
+    *,
+    policy: str,
+    checkpoint: Path | None,
+    every: int | None,
+    resume: bool,
+    asks: bool,
+) -> list[PlacedArray]:
+    """Return what is sent of the tasks. A worker plans each for the largest device, and trains its first array.
+
+    ``asks``: the driver decides which members stop.
+
+    Raises:
+        PlanError: tasks cannot be trained together, or have what cannot be sent.
+        CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
+    """
+    check_every(every)
+    for task in tasks:
+        if isinstance(task.scheduler, lr_scheduler.LRScheduler):
+            raise PlanError(
+                f"task {task.name!r}: a scheduler that exists cannot go to another process; give a function that makes "
+                "one from an optimizer"
+            )
+    check_tensors(tasks)
+    check_loaders([(task.name, (task.loader, task.eval_loader)) for task in tasks])
+    if checkpoint is not None:
+        check_folder(checkpoint, [task.name for task in tasks], resume=resume)
+    largest = max(devices, key=lambda device: device.budget)
+    room = Room(largest.physical, largest.budget, largest.rates, keep=True)
+    placed = []
+    for task in tasks:
+        members = tuple(range(task.members))
+        # Drawn in the order in which one process draws them.
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if task.seed is None else task.seed
+        sent = replace(_with_models(task, members), seed=seed)
+        job = ArrayJob(task.name, members, b"", {}, room, policy, checkpoint, every, asks, bool(task.callbacks))
+        placed.append(PlacedArray(task, sent, job))
+    return placed
+
+
+def _with_models(task: Task, members: Sequence[int]) -> Task:
+    """Return a copy of the task for another process: without callbacks, and only with the models of ``members``."""
+    models = task.models
+    if not isinstance(models, nn.Module):
+        indices, placeholder = set(members), nn.Identity()
+        models = [model if index in indices else placeholder for index, model in enumerate(models)]
+    return replace(task, models=models, callbacks=())
+
+
+class SharedParts:
+    """Objects that several models or arrays share: loaders, and frozen tensors. They are sent to each node once."""
+
+    def __init__(self, arrays: Sequence[PlacedArray], executor: Executor) -> None:
+        self.keys: dict[int, str] = {}
+        self.references: dict[str, Any] = {}
+        # References keep the objects alive, so that their ids are not reused.
+        self._alive: list[object] = []
+        for array in arrays:
+            for loader in (array.sent.loader, array.sent.eval_loader):
+                if loader is not None:
+                    self._keep(loader, executor)
+        frozen = [tensor for array in arrays for tensor in _frozen(array.sent)]
+        counts = Counter(map(id, frozen))
+        for tensor in frozen:
+            if counts[id(tensor)] > 1:
+                self._keep(tensor, executor)
+
+    def _keep(self, value: object, executor: Executor) -> None:
+        if id(value) not in self.keys:
+            key = f"part {len(self.keys)}"
+            self.keys[id(value)], self.references[key] = key, executor.put(value)
+            self._alive.append(value)
+
+
+def _frozen(task: Task) -> Iterator[Tensor]:
+    for model in [task.models] if isinstance(task.models, nn.Module) else task.models:
+        for _, tensor in tensors(model):
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not isinstance(model, FusedModule):
+                yield tensor

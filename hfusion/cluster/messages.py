@@ -1,4 +1,4 @@
-"""Messages between the processes of a cluster and its driver, how they are pickled, and what a worker can be asked."""
+"""Messages between the processes of a cluster and its driver, and how objects of a script are pickled for them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import io
 import os
 import pickle
 import socket
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
 
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.device.calibrate import Rates
-from hfusion.device.forked_worker import Failure
+from hfusion.device.worker_process import is_plain_tensor, tensor_as_bytes
 
 if TYPE_CHECKING:
     from hfusion.cluster.node import ArrayJob, CallJob, Message
@@ -46,11 +42,6 @@ class Answered:
     """The answer to a `CallJob`."""
 
     value: Any
-
-
-def failure(error: BaseException) -> Failure:
-    """Return an error as a message, with its traceback. If it cannot be pickled, its text arrives."""
-    return Failure(error, pack_message)
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,7 @@ def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[byt
             return key
 
         def reducer_override(self, obj: Any) -> Any:
-            return _as_bytes(obj) if _is_plain(obj) else super().reducer_override(obj)
+            return tensor_as_bytes(obj) if is_plain_tensor(obj) else super().reducer_override(obj)
 
     try:
         Packer(target).dump(value)
@@ -143,29 +134,6 @@ def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[byt
             "only this process has, such as open files, locks and generators"
         ) from error
     return target.getvalue(), keys
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value is a tensor that its bytes, dtype and shape describe."""
-    if type(value) not in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
-        return False
-    if not (value.is_cpu and value.is_leaf and value.layout is torch.strided and value.is_contiguous()):
-        return False
-    if value.is_quantized or value.is_conj() or value.is_neg() or vars(value) or value._backward_hooks:
-        return False
-    return 0 < value.nbytes == value.untyped_storage().nbytes()
-
-
-def _as_bytes(tensor: Tensor) -> tuple[Any, ...]:
-    """Reduce a plain tensor to its bytes. torch's own reduction takes ten times as long for small ones."""
-    data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _of_bytes, (data, tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is nn.Parameter)
-
-
-def _of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size, trained: bool, is_parameter: bool) -> Tensor:
-    # The clone is in memory allocated by torch, with the usual alignment of tensors.
-    tensor = torch.frombuffer(bytearray(data), dtype=dtype).clone().reshape(shape)
-    return nn.Parameter(tensor, trained) if is_parameter else tensor.requires_grad_(trained)
 
 
 def _no_parts(key: str) -> Any:
@@ -180,39 +148,3 @@ def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
             return part(key)
 
     return Unpacker(io.BytesIO(data)).load()
-
-
-def pack_message(message: Any) -> bytes:
-    """Pickle a message for another process, which must have the classes of its objects.
-
-    Classes and functions that cloudpickle recreated from a script cannot be imported here. They are pickled by name,
-    and looked up in the process that reads the message.
-    """
-    target = io.BytesIO()
-    _MessagePickler(target).dump(message)
-    return target.getvalue()
-
-
-def unpack_message(data: bytes) -> Any:
-    """Unpickle the bytes of `pack_message`. Raises AttributeError or ImportError for names that are not found here."""
-    return pickle.loads(data)
-
-
-class _MessagePickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if _is_plain(value):
-            return _as_bytes(value)
-        if isinstance(value, type | types.FunctionType):
-            module, name = value.__module__, value.__qualname__
-            try:
-                is_original = _named(module, name) is value
-            except (AttributeError, ImportError):
-                is_original = False
-            if not is_original:
-                return _named, (module, name)
-        return NotImplemented
-
-
-def _named(module: str, name: str) -> Any:
-    """Return the class or function of this process with this module and qualified name."""
-    return attrgetter(name)(import_module(module))

@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Event
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
-from hfusion.cluster.messages import Answered, DeviceInfo, Lost, failure, unpack
-from hfusion.device.forked_worker import Failure
+from hfusion.cluster.messages import Answered, DeviceInfo, Lost, unpack
 from hfusion.device.machine import Device, Machine
+from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.policy import named
 from hfusion.tasks.arrange import arrange_one, arrays_of
@@ -30,8 +27,8 @@ from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_arranged
 from hfusion.tasks.training_report import Report
 
-# Seconds between two messages with results, and between two checks whether training is to stop.
-_TELL, _LOOK = 0.2, 1.0
+# Seconds between two messages with results.
+_TELL = 0.2
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,10 @@ class Divided:
 
 @dataclass(frozen=True)
 class StopQuery:
-    """A result that the driver must answer with the members that stop, see `ArrayTrainer.answers`. Training waits."""
+    """A result that the driver replies to with the members that stop. ``told``: what came before. Training waits."""
 
-    result_message: ResultMessage
+    told: ResultMessage
+    result: Step | Evaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +112,14 @@ End: TypeAlias = ArrayDone | Answered | Failure
 Message: TypeAlias = ResultMessage | Divided | StopQuery | End | Lost | DeviceInfo
 
 
-class _Stopped(Exception):
-    """Raised inside training to end it when the driver has asked this process to stop."""
+class Driver(Protocol):
+    """The driver as a worker sees it, see `hfusion.device.worker_process.Parent`."""
+
+    def tell(self, message: Any) -> None: ...
+
+    def ask(self, message: Any) -> Any: ...
+
+    def is_gone(self) -> bool: ...
 
 
 class _Outbox:
@@ -124,8 +128,8 @@ class _Outbox:
     ``epoch``: None to send every step. Minibatches per epoch to send only the latest step and the last of each epoch.
     """
 
-    def __init__(self, tell: Callable[[Message], None], epoch: int | None) -> None:
-        self._tell, self._epoch = tell, epoch
+    def __init__(self, driver: Driver, epoch: int | None) -> None:
+        self._driver, self._epoch = driver, epoch
         self._results: list[Step | Evaluation] = []
         # The threads that write checkpoints append to it, too.
         self._notes: deque[ArrayNote] = deque()
@@ -152,11 +156,20 @@ class _Outbox:
                 self.send()
 
     def send(self) -> None:
+        message = self._taken()
+        if message.results or message.notes:
+            self._driver.tell(message)
+
+    def ask(self, result: Step | Evaluation) -> list[int]:
+        """Ask the driver which members stop."""
+        members: list[int] = self._driver.ask(StopQuery(self._taken(), result))
+        return members
+
+    def _taken(self) -> ResultMessage:
         self._sent = time.monotonic()
         notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
         results, self._results = tuple(self._results), []
-        if results or notes:
-            self._tell(ResultMessage(results, notes))
+        return ResultMessage(results, notes)
 
 
 class ArrayTrainer:
@@ -165,13 +178,11 @@ class ArrayTrainer:
     Args:
         name: the name of the device in the cluster.
         machine: a machine with this one device.
+        driver: gets the results. If it is gone, training ends with the error of `Driver.tell`.
     """
 
-    def __init__(self, name: str, machine: Machine) -> None:
-        self._name, self._machine = name, machine
-        self.stopping = Event()
-        # The driver's answers to `StopQuery` messages, received by another thread.
-        self.answers: SimpleQueue[list[int]] = SimpleQueue()
+    def __init__(self, name: str, machine: Machine, driver: Driver) -> None:
+        self._name, self._machine, self.driver = name, machine, driver
         self.call_state: dict[str, Any] = {}
 
     @property
@@ -184,18 +195,15 @@ class ArrayTrainer:
         rates = self._machine.calibrate()[device.name]
         return DeviceInfo(self._name, device.physical, device.memory, rates)
 
-    def run(self, job: ArrayJob | CallJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> None:
-        """Run a job. The last message passed to ``tell`` is its result or error.
-
-        ``part(reference)`` returns a stored object.
-        """
+    def run(self, job: ArrayJob | CallJob, part: Callable[[Any], Any]) -> End:
+        """Run a job, and return its result or error. ``part(reference)`` returns a stored object."""
         try:
-            tell(self._trained(job, part, tell) if isinstance(job, ArrayJob) else Answered(job.call(self, part)))
+            return self._trained(job, part) if isinstance(job, ArrayJob) else Answered(job.call(self, part))
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
-            tell(failure(cause))
+            return Failure(cause)
 
-    def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone:
+    def _trained(self, job: ArrayJob, part: Callable[[Any], Any]) -> ArrayDone:
         # Each array unpacks its own copies, since iterating over a loader changes its state.
         parts: dict[str, Any] = {}
 
@@ -205,36 +213,19 @@ class ArrayTrainer:
             return parts[key]
 
         sent: Task = unpack(job.parcel, get)
-        outbox = _Outbox(tell, None if job.sends_every_step else sent.epoch)
-
-        def heard(result: Step | Evaluation) -> None:
-            if self.stopping.is_set():
-                raise _Stopped
-            outbox.add(result)
-
-        def ask(result: Step | Evaluation) -> list[int]:
-            # Send earlier results first, so that the driver receives all in order.
-            if job.sends_every_step:
-                outbox.send()
-            tell(StopQuery(ResultMessage((result,))))
-            while not self.stopping.is_set():
-                with suppress(Empty):
-                    return self.answers.get(timeout=_LOOK)
-            raise _Stopped
-
-        task, name, members = replace(sent, callbacks=(heard,)), job.name, job.members
-        planned = None
+        outbox = _Outbox(self.driver, None if job.sends_every_step else sent.epoch)
+        task, name, members, planned = replace(sent, callbacks=(outbox.add,)), job.name, job.members, None
         if job.room is not None:
             arrays = arrays_of(task, job.room)
             if job.checkpoint is not None:
                 check_folder(job.checkpoint, [array.plan.name for array in arrays], resume=True, task=task.name)
             if len(arrays) > 1:
-                tell(Divided(tuple((array.plan.name, array.members) for array in arrays)))
+                self.driver.tell(Divided(tuple((array.plan.name, array.members) for array in arrays)))
             planned = arrays[0]
             name, members = planned.plan.name, planned.members
             del arrays
         arranged, plan = arrange_one(task, members, name, self._machine, planned)
-        answers, notes = ask if job.awaits_answers else None, None if job.checkpoint is None else outbox.note
+        answers, notes = outbox.ask if job.awaits_answers else None, None if job.checkpoint is None else outbox.note
         saved = job.checkpoint, job.every
         report = train_arranged(arranged, plan, self._machine, named(job.policy), False, *saved, answers, notes)
         ended = time.time()

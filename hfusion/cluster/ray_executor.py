@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from hfusion.cluster.messages import DeviceInfo, Lost, failure, pack_message, unpack_message
+from hfusion.cluster.messages import DeviceInfo, Lost
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, End, Message
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
+from hfusion.device.worker_process import Failure, pack_message, unpack_message
 
 _log = logging.getLogger(__name__)
 
-# Seconds that an actor has to end before it is killed.
-_GRACE = 5.0
 # Seconds: the limit for an actor to start, import and measure its rates; how long the first devices wait for others;
 # and between two looks for new nodes.
 _BEGIN = 300.0
@@ -29,39 +27,31 @@ _STRAGGLE = 10.0
 _LOOK = 2.0
 
 
-@dataclass(frozen=True, eq=False)
-class ActorOptions:
-    """Options of the actors of a run.
-
-    Attributes:
-        resources: resources as in ray.remote.
-        environment: a runtime_env for the actors; None: the one of the cluster.
-        machine: bytes of device and of host memory, each None to detect it, and the folder for spilled tensors.
-        timeout: seconds to wait for a device while there is none.
-        devices: how many actors to create, which Ray places; None: those that fit each node.
-    """
-
-    resources: Mapping[str, Any]
-    environment: Mapping[str, Any] | None
-    machine: tuple[int | None, int | None, Path]
-    timeout: float
-    devices: int | None
-
-
 class RayExecutor:
     """Actors on the nodes of a Ray cluster. Ray starts each when its resources are free, and restarts it if it dies.
 
     Args:
         address: the address of the cluster, as in ray.init.
-        options: options of the actors.
+        resources: resources of an actor, as in ray.remote.
         runtime_env: as in ray.init; for the actors only if this process is connected already.
+        machine: bytes of device and of host memory, each None to detect it, and the folder for spilled tensors.
+        timeout: seconds to wait for a device while there is none.
+        devices: how many actors to create, which Ray places; None: those that fit each node.
 
     Raises:
         ImportError: Ray is not installed.
         PlanError: no actor starts in time, or this process uses another cluster.
     """
 
-    def __init__(self, address: str | None, options: ActorOptions, runtime_env: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        resources: Mapping[str, Any],
+        runtime_env: Mapping[str, Any] | None,
+        machine: tuple[int | None, int | None, Path],
+        timeout: float,
+        devices: int | None,
+    ) -> None:
         try:
             import ray
         except ImportError as error:
@@ -75,8 +65,8 @@ class RayExecutor:
                 f"hf.Cluster({address!r}): this process is connected to the Ray cluster at {connected_address}; call "
                 "ray.shutdown() before, or give None for the present one"
             )
-        self.timeout = options.timeout
-        self._options = options if self._started_ray else replace(options, environment=runtime_env)
+        self._resources, self._environment = resources, None if self._started_ray else runtime_env
+        self._machine, self.timeout, self._looks_for_nodes = machine, timeout, devices is None
         # The actors of ``devices``, and those that Ray has not started yet by their first answer.
         self._actors: list[Any] = []
         self._pending: dict[Any, Any] = {}
@@ -86,8 +76,8 @@ class RayExecutor:
         self._running: dict[int, Any] = {}
         self.devices: list[DeviceInfo] = []
         try:
-            for number in range(options.devices or 0):
-                self._create(f"device{number}", dict(options.resources))
+            for number in range(devices or 0):
+                self._create(f"device{number}", dict(resources))
             self._wait_for_first()
         except BaseException:
             self.close()
@@ -96,25 +86,18 @@ class RayExecutor:
     def _wait_for_first(self) -> None:
         """Wait for a first device, and a moment longer for others. Raises PlanError if there is none in time."""
         began = answered = time.monotonic()
-        warned = False
-        while True:
+        while not self.devices or (self._pending and time.monotonic() - answered <= _STRAGGLE):
             if self._started():
                 answered = time.monotonic()
-            now = time.monotonic()
-            if self.devices and (not self._pending or now - answered > _STRAGGLE):
-                break
-            if not self.devices and not self.starting and now - began >= self.timeout:
+            elif not self.devices and not self.starting and time.monotonic() - began >= self.timeout:
                 raise PlanError(f"no process could begin on the Ray cluster: {self._obstacles()}")
-            if not self.devices and not warned and now - began > _STRAGGLE:
-                warned = True
-                _log.warning("waiting for a device of the Ray cluster: %s", self._obstacles())
             time.sleep(0.1)
         if self._pending:
             _log.warning("the run begins without %d devices: %s", len(self._pending), self._obstacles())
 
     def _obstacles(self) -> str:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        waiting = f"{len(self._pending)} processes wait for their resources, {dict(self._options.resources) or 'a CPU'}"
+        waiting = f"{len(self._pending)} processes wait for their resources, {dict(self._resources) or 'a CPU'}"
         return "; ".join([*self._failures, f"{waiting}, on nodes with {nodes}"])
 
     @property
@@ -123,7 +106,7 @@ class RayExecutor:
 
     def _started(self) -> list[int]:
         """Look for new nodes, and return the devices whose actors have started since the last call."""
-        if self._options.devices is None and time.monotonic() - self._looked >= _LOOK:
+        if self._looks_for_nodes and time.monotonic() - self._looked >= _LOOK:
             self._looked = time.monotonic()
             for node in self._ray.nodes():
                 if node["Alive"] and node["NodeID"] not in self._known_nodes:
@@ -144,7 +127,7 @@ class RayExecutor:
         """Create the actors of a node: one for each GPU, or one for all its CPUs."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        available, resources = node["Resources"], dict(self._options.resources)
+        available, resources = node["Resources"], dict(self._resources)
         gpus = resources.setdefault("num_gpus", 1 if available.get("GPU", 0) >= 1 else 0)
         count = int(available.get("GPU", 0) // gpus) if gpus else 1
         # A head may run no tasks.
@@ -161,9 +144,9 @@ class RayExecutor:
     def _create(self, name: str, options: Mapping[str, Any]) -> None:
         # One thread trains, the other receives answers and the request to stop.
         options = {**options, "max_concurrency": 2, "max_restarts": -1}
-        if self._options.environment is not None:
-            options["runtime_env"] = dict(self._options.environment)
-        actor = self._ray.remote(DeviceActor).options(**options).remote(name, *self._options.machine)
+        if self._environment is not None:
+            options["runtime_env"] = dict(self._environment)
+        actor = self._ray.remote(DeviceActor).options(**options).remote(name, *self._machine)
         self._pending[actor.info.remote()], self._created = actor, time.monotonic()
 
     def put(self, value: Any) -> Any:
@@ -205,7 +188,7 @@ class RayExecutor:
             return device, Lost(str(error).strip().splitlines()[0])
         except errors.RayError as error:
             self._running.pop(device, None)
-            return device, failure(error)
+            return device, Failure(error)
         if isinstance(message, End):
             self._running.pop(device, None)
         return device, message
@@ -228,16 +211,6 @@ class RayExecutor:
     def close(self) -> None:
         if not self._ray.is_initialized():
             return
-        # No more nodes are looked for.
-        self._looked = math.inf
-        if self._running:
-            # Arrays that are training release their files and processes.
-            stops = [self._actors[device].stop.remote() for device in self._running]
-            with suppress(Exception):
-                self._ray.wait(stops, num_returns=len(stops), timeout=_GRACE)
-            end = time.monotonic() + _GRACE
-            while self._running and time.monotonic() < end:
-                self.wait(0.2)
         for actor in (*self._actors, *self._pending.values()):
             with suppress(Exception):
                 self._ray.kill(actor)
@@ -252,7 +225,9 @@ class DeviceActor:
         machine = Machine.detect(disk)
         first_device = machine.devices[0]
         device = Device(first_device.device, memory=memory or first_device.memory)
-        self._trainer = ArrayTrainer(name, Machine([device], host or machine.host, disk))
+        self._answers: SimpleQueue[list[int]] = SimpleQueue()
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._trainer = ArrayTrainer(name, Machine([device], host or machine.host, disk), self)
 
     def info(self) -> DeviceInfo:
         return self._trainer.info()
@@ -261,19 +236,29 @@ class DeviceActor:
         """Yield messages as bytes, in which classes go by name: Ray would send copies of those of a script."""
         import ray
 
-        messages: SimpleQueue[Message] = SimpleQueue()
-        thread = Thread(target=self._trainer.run, args=(job, ray.get, messages.put), name="hfusion train")
+        def run() -> None:
+            self._messages.put(self._trainer.run(job, ray.get))
+
+        thread = Thread(target=run, name="hfusion train")
         thread.start()
         while True:
-            message = messages.get()
+            message = self._messages.get()
             yield pack_message(message)
             if isinstance(message, End):
                 break
         thread.join()
 
     def answer(self, members: list[int]) -> None:
-        self._trainer.answers.put(members)
+        self._answers.put(members)
 
-    def stop(self) -> None:
-        """Stop all training at the next minibatch boundary."""
-        self._trainer.stopping.set()
+    # The driver, as the trainer sees it. Ray ends the actor with it.
+
+    def tell(self, message: Any) -> None:
+        self._messages.put(message)
+
+    def ask(self, message: Any) -> Any:
+        self._messages.put(message)
+        return self._answers.get()
+
+    def is_gone(self) -> bool:
+        return False

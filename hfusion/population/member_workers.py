@@ -20,8 +20,8 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.member_table import MemberTable
 from hfusion.core.torch_settings import SETTINGS
 from hfusion.device.backend import active_autocast
-from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
 from hfusion.device.team import torch_threads
+from hfusion.device.worker_process import Failure, Parent, WorkerProcess, why_no_fork
 from hfusion.population.group_step import GroupDraws
 from hfusion.population.grouping import copy_member_state, put_member_state
 from hfusion.population.members import Event
@@ -70,10 +70,10 @@ class MemberWorkers:
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._workers: dict[ForkedWorker, list[TrainingGroup]] = {}
+        self._workers: dict[WorkerProcess, list[TrainingGroup]] = {}
         self._finalizer: Callable[[], object] = lambda: None
         # The workers that compute now, and the losses of the step.
-        self._computing: list[ForkedWorker] = []
+        self._computing: list[WorkerProcess] = []
         self._losses: dict[int, Tensor] = {}
         self._draws: GroupDraws | None = None
         self._seconds: dict[int, float] = {}
@@ -157,11 +157,11 @@ class MemberWorkers:
             loads[least] += self._seconds.get(group.number, 0.0)
             shares[least].append(group)
         self._settings = _read_settings()
-        workers: list[ForkedWorker] = []
+        workers: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(self, _close, workers)
         for share in filter(None, shares[1:]):
             name = f"a process of {len(share)} members of the population"
-            workers.append(ForkedWorker(name, partial(_serve, share), workers, _REMEDY))
+            workers.append(WorkerProcess(name, partial(_serve, share), workers, _REMEDY))
             self._workers[workers[-1]] = share
 
     def come_home(self) -> None:
@@ -179,7 +179,7 @@ class MemberWorkers:
         self._finalizer()
 
 
-def _close(workers: list[ForkedWorker]) -> None:
+def _close(workers: list[WorkerProcess]) -> None:
     for worker in workers:
         worker.close()
     workers.clear()
@@ -210,9 +210,9 @@ def _may_leave(group: TrainingGroup) -> bool:
 # In a worker.
 
 
-def _serve(members: Sequence[TrainingGroup], is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
+def _serve(members: Sequence[TrainingGroup], parent: Parent) -> Callable[[Any], Any]:
     """Return the function that answers requests in a worker."""
-    del is_orphan
+    del parent
 
     def answer(request: StepRequest | None) -> Any:
         if request is None:

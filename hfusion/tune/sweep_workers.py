@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, pack, unpack
-from hfusion.device.forked_worker import Failure, ForkedWorker, why_no_fork
 from hfusion.device.team import torch_threads
+from hfusion.device.worker_process import Failure, Parent, WorkerProcess, why_no_fork
 from hfusion.tune.space import ModelMaker, TrialModel
 from hfusion.tune.trial_rows import PlainTrial, SweepRecipe, TrialRows
 
@@ -105,7 +105,7 @@ class RowsJob:
         if "host" not in trainer.call_state:
             recipe, maker = unpack(part(self.recipe_ref))
             device = trainer.device.physical
-            host = _TrialHost(replace(recipe, device=device), replace(maker, device=device), trainer.stopping.is_set)
+            host = _TrialHost(replace(recipe, device=device), replace(maker, device=device), trainer.driver.is_gone)
             trainer.call_state["host"] = host
         return _as_tensors(self.answers(trainer.call_state["host"], unpack))
 
@@ -145,8 +145,8 @@ class LocalExecutor:
             self.side_by_side = 1
         # Whether a trial stays here must not change the threads, which affect rounding.
         self._host = _TrialHost(recipe, maker, lambda: False, 1 if self.side_by_side > 1 else None)
-        self._forks: list[ForkedWorker] = []
-        self._computing: dict[ForkedWorker, int] = {}
+        self._forks: list[WorkerProcess] = []
+        self._computing: dict[WorkerProcess, int] = {}
         self._job: RowsJob | None = None
         self._seen: Any = WeakIdKeyDictionary()
 
@@ -167,7 +167,7 @@ class LocalExecutor:
         """Return the indices of the forks, after starting them."""
         for number in range(len(self._forks), self.side_by_side):
             name, serve = f"process {number} of the sweep's trials", partial(_serve, self._host)
-            self._forks.append(ForkedWorker(name, serve, self._forks, _REMEDY))
+            self._forks.append(WorkerProcess(name, serve, self._forks, _REMEDY))
         return range(1, 1 + len(self._forks))
 
     def start_job(self, worker: int, job: RowsJob) -> None:
@@ -195,9 +195,9 @@ class LocalExecutor:
         self._host.rows.clear()
 
 
-def _serve(host: _TrialHost, is_orphan: Callable[[], bool]) -> Callable[[RowsJob], Any]:
+def _serve(host: _TrialHost, parent: Parent) -> Callable[[RowsJob], Any]:
     """Return the function that answers requests in a fork."""
-    own = replace(host, stopping=is_orphan, threads=None, rows={})
+    own = replace(host, stopping=parent.is_gone, threads=None, rows={})
     return lambda job: _as_tensors(job.answers(own))
 
 

@@ -18,13 +18,8 @@ from torch import Tensor, nn
 cloudpickle = pytest.importorskip("cloudpickle")
 
 import hfusion as hf  # noqa: E402
-from hfusion.cluster.messages import (  # noqa: E402
-    failure,
-    pack,
-    pack_message,
-    unpack,
-    unpack_message,
-)
+from hfusion.cluster.messages import pack, unpack  # noqa: E402
+from hfusion.device.worker_process import Failure, pack_message, unpack_message  # noqa: E402
 from tests.cluster.temporary_files import RAY_ENVIRONMENT  # noqa: E402
 
 
@@ -104,7 +99,7 @@ def local_error() -> Exception:
     ids=["builtin", "package", "script", "other arguments", "local", "lock"],
 )
 def test_errors_come_back_with_their_traceback(error: Exception, kind: type[Exception], text: str) -> None:
-    back: BaseException = unpack_message(pack_message(failure(error))).error_of("a process")
+    back: BaseException = unpack_message(pack_message(Failure(error))).error_of("a process")
     assert type(back) is kind
     assert str(back).startswith(text)
     assert back.__notes__[-1].startswith("in a process:\n")

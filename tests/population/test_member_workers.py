@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import hfusion as hf
-from hfusion.device.forked_worker import why_no_fork
+from hfusion.device.worker_process import why_no_fork
 
 STEPS = 9
 

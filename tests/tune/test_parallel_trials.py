@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import HFusionError
-from hfusion.device.forked_worker import why_no_fork
 from hfusion.device.team import torch_threads
+from hfusion.device.worker_process import why_no_fork
 from hfusion.tune.sweep_workers import SweepWorkers
 from tests.tune.cases import MACHINE
 
