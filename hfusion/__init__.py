@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hfusion.population.logger import MemberLogger as MemberLogger
     from hfusion.population.population import Population as Population
     from hfusion.population.zip_loaders import zip_loaders as zip_loaders
-    from hfusion.schedule.simulate import simulate as simulate
+    from hfusion.schedule.engine import simulate as simulate
     from hfusion.step.train_step import train_step as train_step
     from hfusion.tasks.task import Evaluation as Evaluation
     from hfusion.tasks.task import Step as Step
@@ -79,7 +79,7 @@ _NAMES = {
     "hfusion.population.logger": ("MemberLogger",),
     "hfusion.population.population": ("Population",),
     "hfusion.population.zip_loaders": ("zip_loaders",),
-    "hfusion.schedule.simulate": ("simulate",),
+    "hfusion.schedule.engine": ("simulate",),
     "hfusion.step.train_step": ("train_step",),
     "hfusion.tasks.task": ("Evaluation", "Step", "Task"),
     "hfusion.tasks.train": ("TrainError",),

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
+from hfusion.schedule.engine import simulate
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.simulate import simulate
 from hfusion.schedule.timeline import Timeline
 from tests.shards import task
 

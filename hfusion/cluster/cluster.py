@@ -235,6 +235,7 @@ def train(
         machine = Cluster(machine)
     elif isinstance(machine, Cluster) and processes is not None:
         raise PlanError("processes is for an hf.Machine: a cluster has a process for each of its devices")
+    check_every(every)
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     if isinstance(machine, Cluster):
         if plan is not None:
@@ -250,7 +251,6 @@ def train(
         arrangements, run_plan = arrange(tasks, machine, keep=keep)
         if plan is not None:
             run_plan = checked_plan(plan, run_plan)
-        check_every(every)
         if root is not None:
             check_folder(root, [arrangement.plan.name for arrangement in arrangements], resume=resume)
         log = stack.enter_context(EventLog(root, "train", arrays=len(arrangements)))

@@ -25,9 +25,9 @@ from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.arrange import Room
 from hfusion.tasks.array_log import ArrayLogs, ArrayNote
-from hfusion.tasks.array_plan import Room
-from hfusion.tasks.checkpoints import check_every, check_folder
+from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.stopping import OnResult, answered
 from hfusion.tasks.task import Evaluation, Step, Task
@@ -226,16 +226,9 @@ class Drive:
         report = self._report()
         if not self._failed:
             return report
-        failed = [self._arrays[number] for number in sorted(self._failed)]
-        names = dict.fromkeys(array.task.name for array in failed)
+        names = dict.fromkeys(self._arrays[number].task.name for number in sorted(self._failed))
         first = self._failed[min(self._failed)]
-        quoted_names = ", ".join(map(repr, names))
-        kind = "task" if len(names) == 1 else "tasks"
-        raise TrainError(
-            f"{kind} {quoted_names} failed: {type(first).__name__}: {first}; finished: {', '.join(report) or 'none'} "
-            "(error.report)",
-            report,
-        ) from first
+        raise TrainError.of(list(names), first, report) from first
 
     def _report(self) -> Report:
         tasks: dict[str, TaskReport] = {}
@@ -455,7 +448,6 @@ def placed_tasks(
         PlanError: tasks cannot be trained together, or have what cannot be sent.
         CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
     """
-    check_every(every)
     for task in tasks:
         if isinstance(task.scheduler, lr_scheduler.LRScheduler):
             raise PlanError(

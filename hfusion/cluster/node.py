@@ -18,9 +18,8 @@ from hfusion.device.machine import Device, Machine
 from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.policy import named
-from hfusion.tasks.arrange import arrange_one, arrays_of
+from hfusion.tasks.arrange import Room, arrange_one, arrays_of
 from hfusion.tasks.array_log import ArrayEvent, ArrayNote
-from hfusion.tasks.array_plan import Room
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Evaluation, Step, Task

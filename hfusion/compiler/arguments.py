@@ -107,7 +107,7 @@ class Arguments:
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Arguments:
         """Return the arguments with ``fn`` applied to every tensor, and to the stack of a stacked one."""
-        return Arguments(tuple(_mapped(leaf, fn) for leaf in self.leaves), self.spec)
+        return Arguments(tuple(map_leaf(leaf, fn) for leaf in self.leaves), self.spec)
 
     @property
     def ragged(self) -> list[Ragged]:
@@ -143,7 +143,8 @@ def row_of_leaf(leaf: Any, member: int) -> Any:
     return leaf.tensor[member] if is_stacked(leaf) else leaf
 
 
-def _mapped(leaf: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def map_leaf(leaf: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Return a leaf with ``fn`` applied to its tensors."""
     if is_stacked(leaf):
         return StackedInput(fn(leaf.tensor))
     if isinstance(leaf, Ragged):

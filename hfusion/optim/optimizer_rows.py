@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +27,30 @@ if TYPE_CHECKING:
 
 # For each new row the former row of its member; None for a member that begins.
 Sources = Sequence[int | None]
+
+
+def made_for_rows(make: Callable[[Any], Any], params: Sequence[Any], rows: Sequence[int], members: int) -> Any:
+    """Call ``make(params)`` as for an array of ``members`` members, for an array of only those in ``rows``.
+
+    A hyper-parameter with a value for each member keeps those of ``rows``. Anything but a fused optimizer is returned
+    as it is.
+    """
+    marks = [membership_of(param) for param in params]
+    for param, mark in zip(params, marks, strict=True):
+        param._hfusion_membership = replace(mark, members=members)
+    try:
+        optimizer = make(params)
+    finally:
+        for param, mark in zip(params, marks, strict=True):
+            param._hfusion_membership = mark
+    if isinstance(optimizer, MemberRows) and list(rows) != list(range(members)):
+        hypers: Sequence[Hyper] = cast("FusedOptimizer", optimizer).hypers
+        for group in _groups(optimizer):
+            # Makes the param group hold a vector of each hyper-parameter.
+            read(group, hypers, members)
+            for hyper in hypers:
+                hyper.put(group, hyper.get(group)[list(rows)].clone())
+    return optimizer
 
 
 class MemberRows:

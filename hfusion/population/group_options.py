@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,9 +13,9 @@ from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import is_row
 from hfusion.optim import FusedOptimizer, GradScaler
-from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import HyperValue, member_vector, plain, read
+from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.lr_scheduler import Make, one_for_each
+from hfusion.optim.optimizer_rows import made_for_rows
 from hfusion.step.compile_mode import Compile
 
 OnNonfinite = Literal["freeze", "raise", "ignore"]
@@ -97,30 +96,11 @@ class GroupOptions:
         Of options with a value for each of ``total`` members, such as learning rates, the group gets those of ``rows``.
         """
         params = list(module.parameters())
-        everybody = list(rows) == list(range(self.total))
-        marks = [membership_of(param) for param in params]
-        for param, mark in zip(params, marks, strict=True):
-            param._hfusion_membership = replace(mark, members=self.total)
-        try:
-            optimizer = self.optimizer(iter(params))
-        finally:
-            for param, mark in zip(params, marks, strict=True):
-                param._hfusion_membership = mark
+        optimizer = made_for_rows(lambda params: self.optimizer(iter(params)), params, rows, self.total)
         if not isinstance(optimizer, FusedOptimizer):
             raise ValueError(
                 f"optimizer gave {type(optimizer).__name__}, whose state has no rows: give one of hf.optim"
             )
-        for param_group in () if everybody else optimizer.param_groups:
-            # Makes the param group hold a vector of each hyper-parameter.
-            read(param_group, optimizer.hypers, self.total)
-            for hyper in optimizer.hypers:
-                held = param_group[hyper.key]
-                if hyper.index is None:
-                    param_group[hyper.key] = held[list(rows)].clone()
-                else:
-                    pair = list(held)
-                    pair[hyper.index] = pair[hyper.index][list(rows)].clone()
-                    param_group[hyper.key] = tuple(pair)
         if self.initial_hypers is not None and len(self.initial_hypers) == len(optimizer.initial_values):
             optimizer.initial_values = copy.deepcopy(self.initial_hypers)
         return optimizer

@@ -15,21 +15,23 @@ from hfusion.core.program import Part
 from hfusion.device.backend import backend
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Protocol):
     """One minibatch on the host.
 
     Attributes:
         inputs: the flat inputs of the program.
         target: the target of the loss.
         key: batches with equal keys share a recipe.
-        call: the minibatch in the form of its source.
     """
 
-    inputs: tuple[Any, ...]
-    target: Any
-    key: Any
-    call: Any = None
+    @property
+    def inputs(self) -> tuple[Any, ...]: ...
+
+    @property
+    def target(self) -> Any: ...
+
+    @property
+    def key(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Source(Protocol):
     def stop(self) -> None:
         """Cancel the wait for the next minibatch, by a CancelledError."""
 
-    def find(self, batch: Batch) -> Recipe | None:
+    def find(self, batch: Any) -> Recipe | None:
         """Return the recipe for a batch like this one; None if there is none yet."""
 
-    def make(self, batch: Batch) -> Recipe:
-        """Create the recipe for the latest batch. Must run while no other thread computes."""
+    def prepare(self, batch: Any) -> Recipe:
+        """Create the recipe for such batches. Must run while no other thread computes."""

@@ -26,7 +26,7 @@ from hfusion.core.tree import contains, leaves, map_leaves
 from hfusion.device.backend import backend
 from hfusion.device.generators import Generators
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
-from hfusion.runtime.recipe import Batch, Recipe, Source
+from hfusion.runtime.recipe import Recipe, Source
 from hfusion.runtime.task_state import Arrivals, Move, TaskTensors, copy_now
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
@@ -100,7 +100,7 @@ class Training:
         self._clip = clip
         self._generators = Generators(seed)
         self._carried = plan.carried
-        self._batch: Batch
+        self._batch: Any
         self._recipe: Recipe
         self._boundary = BoundaryStore(pinned=state.pinned)
         self._saved: dict[int, _PartGraph] = {}
@@ -242,7 +242,7 @@ class Training:
         recipe = source.find(self._batch)
         if recipe is None:
             with gate.exclusive(), self.state.at_home():
-                recipe = source.make(self._batch)
+                recipe = source.prepare(self._batch)
         self._recipe = recipe
         return recipe
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
@@ -20,17 +20,19 @@ from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import share_programs
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
+from hfusion.core.program import Program
+from hfusion.core.python_values import IdentityRef
 from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
+from hfusion.passes.cost.cost import symbol_sizes
+from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
-from hfusion.tasks.array_plan import Room, array_plan, minibatch_seconds
-from hfusion.tasks.minibatch import Minibatch, Shapes, largest, samples
-from hfusion.tasks.reading import generators, length, reading
+from hfusion.tasks.reading import generators_kept, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
-from hfusion.tasks.source import Stream, Trained, evaluation_parts
+from hfusion.tasks.source import Minibatch, Shapes, Stream, evaluation_parts, largest, samples, training_programs
 from hfusion.tasks.task import Task, optimizer_of, shapes
 
 Turn: TypeAlias = AbstractContextManager[Any] | None
@@ -67,7 +69,7 @@ class Arrangement:
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
     ) -> tuple[Stream, Recipe]:
         """Return the training minibatches, cut into the shards of ``plan``, and the recipe of the planned one."""
-        programs = Trained(self.task.name, self.array, plan.shards).make
+        programs = training_programs(self.task.name, self.array, plan.shards)
         planned = self.first.shapes[0]
         stream = Stream(self.task, self.task.loader, self.members, loss, programs, planned, devices, turn)
         return stream, stream.prepare(self.minibatch())
@@ -309,7 +311,7 @@ def _plan_for(array: FusedModule, room: Room) -> None:
 
 def first_minibatches(task: Task) -> First:
     """Read minibatches to plan with from a task's loaders. Restore the random states of torch and the loaders."""
-    with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
+    with random_states_kept(), generators_kept(task.loader), generators_kept(task.eval_loader):
         trained, shapes = _planning_minibatch(task, "loader", task.loader)
         if task.eval_loader is None:
             return First(trained, None, (shapes, shapes))
@@ -344,12 +346,98 @@ def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> tuple[A
     )
 
 
-@contextmanager
-def _undrawn(loader: Iterable[Any] | None) -> Iterator[None]:
-    """Context manager: restore the generators that a DataLoader and its samplers draw from."""
-    states = [(generator, generator.get_state()) for generator in generators(loader)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+# Plan one array: resident or spilled, in how many shards; many tasks of one shape share a plan.
+
+# Number of plans that are cached for equal tasks.
+MAX_PLANS = 256
+_plans: dict[Any, TaskPlan] = {}
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device that arrays are planned for. ``keep``: a spilled array may keep its last shard on the device."""
+
+    device: torch.device
+    budget: int
+    rates: Rates
+    keep: bool
+
+
+def array_plan(
+    task: Task,
+    program: Program,
+    sizes: tuple[Shapes, Shapes],
+    stacks: int,
+    room: Room,
+    name: str,
+    width: int,
+) -> TaskPlan:
+    """Return the plan of a program for ``width`` members, from a cache if an equal one was planned before.
+
+    Args:
+        sizes: the largest inputs in training and in evaluation, see `Minibatch.shapes`.
+        stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
+    """
+    numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
+    key = IdentityRef(program), width, sizes, stacks, room, numbers
+    if key not in _plans:
+        sized = program if program.members == width else replace(program, members=width)
+        plan = _new_plan(task, sized, sizes, stacks, room, name, width)
+        if len(_plans) == MAX_PLANS:
+            _plans.clear()
+        # Compute the cached property now, so that renamed copies share it.
+        assert plan.seconds >= 0
+        _plans[key] = plan
+    return _plans[key].named(name)
+
+
+def _new_plan(
+    task: Task,
+    program: Program,
+    sizes: tuple[Shapes, Shapes],
+    stacks: int,
+    room: Room,
+    name: str,
+    width: int,
+) -> TaskPlan:
+    """Return a resident plan if it fits the budget, otherwise a spilled one."""
+    trained, evaluated = (symbol_sizes(program, shapes) for shapes in sizes)
+    larger = growth(program, trained, evaluated, room.rates)
+
+    def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
+        return TaskPlan(
+            name,
+            cut.shards,
+            task.steps,
+            resident,
+            width,
+            task.epoch,
+            task.accumulate,
+            clipped=task.clip_norm is not None,
+            evaluated=task.evaluated,
+            growth=larger,
+            keeps_last_shard=cut.keeps_last,
+        )
+
+    whole = Sharding(shards_at(program, (), trained, room.rates, stacks), keeps_last=False)
+    resident = planned(whole, resident=True)
+    if resident.device_bytes <= room.budget:
+        return resident
+    cut = sharding(program, trained, room.budget, room.rates, stacks, carried=resident.carried, keep=room.keep)
+    spilled = planned(cut, resident=False)
+    if larger > 1 and spilled.device_bytes > room.budget:
+        raise PlanError(
+            f"task {task.name!r}: to evaluate a minibatch of {samples(sizes[1])} samples needs "
+            f"{spilled.device_bytes:,} bytes in {len(cut.shards)} shards, and the largest device has {room.budget:,}; "
+            f"those of {samples(sizes[0])} samples can be trained there: give an eval_loader with smaller minibatches, "
+            "or more memory"
+        )
+    return spilled
+
+
+def minibatch_seconds(plan: TaskPlan, rates: Rates) -> float:
+    """Return the estimated seconds of a minibatch: computing or, if spilled and slower, transfers."""
+    if plan.resident:
+        return plan.step_seconds
+    moved_in, moved_out = plan.moved_bytes
+    return max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)

@@ -50,25 +50,19 @@ ArrayListener: TypeAlias = Callable[[int, ArrayEvent, str | None], None]
 
 @dataclass
 class _ArrayCounts:
-    """Counts of what the log already contains of an array: trained minibatches, evaluated epochs, saved minibatches."""
+    """What the log has of an array: how many minibatches it was trained on, when that was written, who has stopped."""
 
     name: str
     members: int
     epoch: int
     steps: int
     trained: int = 0
-    evaluated: int = 0
-    saved: int = 0
     at: float = -math.inf
     stopped: set[int] = field(default_factory=set)
 
 
 class ArrayLogs:
-    """Writes the events of arrays to their logs.
-
-    Events are identified by their counts of minibatches and epochs. A repeated event, from an array that trains again
-    after it lost its process, is not written again.
-    """
+    """Writes the events of arrays to their logs."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -84,26 +78,18 @@ class ArrayLogs:
             self._arrays[name] = _ArrayCounts(name, len(members), task.epoch, task.steps)
         array = self._arrays[name]
         if isinstance(event, ArrayNote):
-            if self._is_new(array, event):
-                minibatches = array.trained if event.minibatches is None else event.minibatches
-                self._write(array, event.event, minibatches, location, error=event.error)
+            array.stopped.update(event.members)
+            minibatches = array.trained if event.minibatches is None else event.minibatches
+            self._write(array, event.event, minibatches, location, error=event.error)
         elif isinstance(event, Step):
             done = event.epoch * array.epoch + event.step + 1
             ends, now = done % array.epoch == 0, time.monotonic()
-            if done > array.trained and (ends or now - array.at > _PAUSE):
+            if ends or now - array.at > _PAUSE:
                 array.trained, array.at = done, now
                 self._write(array, "trained", done, location, loss=_short(event.losses))
-        elif event.epoch >= array.evaluated:
-            array.evaluated = event.epoch + 1
-            self._write(array, "evaluated", array.evaluated * array.epoch, location, loss=_short(event.losses.mean(0)))
-
-    def _is_new(self, array: _ArrayCounts, note: ArrayNote) -> bool:
-        if note.event == "saved" and note.minibatches is not None:
-            before, array.saved = array.saved, max(array.saved, note.minibatches)
-            return array.saved > before
-        stopped_before = len(array.stopped)
-        array.stopped.update(note.members)
-        return note.event != "stopped" or len(array.stopped) > stopped_before
+        else:
+            done = (event.epoch + 1) * array.epoch
+            self._write(array, "evaluated", done, location, loss=_short(event.losses.mean(0)))
 
     def _write(
         self, array: _ArrayCounts, event: str, minibatches: int, location: Mapping[str, object], **values: str | None
@@ -177,33 +163,31 @@ class TaskBars:
         self._bars.refresh()
         self._bars.stop()
 
-    def advance(self, index: int, *, over: bool = False) -> None:
-        """Advance a task by one minibatch. ``over``: do not advance, but end the task where it is."""
-        with self._lock:
-            if over:
-                self._totals[index] = self._done[index]
-            self._show(index, self._done[index] + (not over))
-
-    def reach(self, index: int, steps: int) -> None:
-        """Set a task to ``steps`` minibatches; fewer than before if it restarted from a checkpoint."""
-        with self._lock:
-            self._show(index, steps)
-
     def _tenths(self) -> int:
         return 10 * sum(self._done) // max(1, sum(self._totals))
 
-    def _show(self, index: int, steps: int) -> None:
-        self._done[index] = steps
-        if self._draws:
-            alone = len(self._rows) == len(self._names)
-            done, total = (steps, self._totals[index]) if alone else (sum(self._done), sum(self._totals))
-            self._bars.update(self._rows[index if alone else 0], completed=done, total=total)
-            if perf_counter() - self._drawn > _REDRAW:
-                self._bars.refresh()
-                self._drawn = perf_counter()
-        elif self._tenths() > self._tenth:
-            self._tenth = self._tenths()
-            shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
-            seconds = perf_counter() - self._start
-            line = f"{sum(self._done)}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+    def reach(self, index: int, steps: int, *, over: bool = False) -> None:
+        """Set a task to ``steps`` minibatches; fewer than before if it restarted from a checkpoint.
+
+        ``over``: it ends there.
+        """
+        with self._lock:
+            self._done[index] = steps
+            if over:
+                self._totals[index] = steps
+            if self._draws:
+                self._draw(index)
+            elif self._tenths() > self._tenth:
+                self._tenth = self._tenths()
+                shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
+                seconds = perf_counter() - self._start
+                line = f"{sum(self._done)}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _draw(self, index: int) -> None:
+        alone = len(self._rows) == len(self._names)
+        done, total = (counts[index] if alone else sum(counts) for counts in (self._done, self._totals))
+        self._bars.update(self._rows[index if alone else 0], completed=done, total=total)
+        if perf_counter() - self._drawn > _REDRAW:
+            self._bars.refresh()
+            self._drawn = perf_counter()

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from hfusion.checkpoint import files
 from hfusion.checkpoint.reader import OWN, SaveReader
 from hfusion.checkpoint.save import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
-from hfusion.schedule.plan import Plan, TaskPlan
+from hfusion.schedule.plan import TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayNote
-from hfusion.tasks.minibatch_border import Border, TaskScheduler
+from hfusion.tasks.minibatch_border import Border
 from hfusion.tasks.reading import Position
 from hfusion.tasks.stopping import BestWeights
 
@@ -43,17 +42,6 @@ def _names(arrangement: Arrangement) -> list[str]:
 def interval(task: TaskPlan, every: int | None) -> int:
     """Return the most minibatches of a task that may be lost: ``every``, or by default those of an epoch."""
     return every or task.epoch or task.steps
-
-
-def saving(plan: Plan, every: int | None, *, saves: bool) -> Plan:
-    """Return the plan with ``save_every`` set, so that a crash costs at most an interval; None unless ``saves``.
-
-    Tasks are saved twice per interval, as half of it is trained while a save is written. Raises CheckpointError.
-    """
-    check_every(every)
-    intervals = [math.ceil(interval(task, every) / 2) if saves else None for task in plan.tasks]
-    tasks = [replace(task, save_every=save_interval) for task, save_interval in zip(plan.tasks, intervals, strict=True)]
-    return replace(plan, tasks=tuple(tasks))
 
 
 def check_folder(root: Path, names: Sequence[str], *, resume: bool, task: str | None = None) -> None:
@@ -122,8 +110,10 @@ class Checkpoints:
         self._safe, self._copied = [0] * len(arrays), [0] * len(arrays)
         self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
 
-    def load(self, index: int, plan: TaskPlan, scheduler: TaskScheduler | None) -> Mapping[str, Any] | None:
-        """Load the last save of an array into its module, optimizer and scheduler. Return the rest, for `resume`.
+    def load(
+        self, index: int, plan: TaskPlan, scheduler: LRScheduler | None, best: BestWeights
+    ) -> Mapping[str, Any] | None:
+        """Load the last save of an array into its module, optimizer, scheduler and best weights. Return the rest.
 
         Returns None if there is no save.
 
@@ -154,11 +144,11 @@ class Checkpoints:
                     f"{reader.path} was saved after {saved['steps']} minibatches, and the task "
                     f"{arrangement.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
                 )
-            if arrangement.task.restores_best and saved["evaluations"] is not None:
-                self._check_best(reader, arrangement, saved["best"])
+            if saved["evaluations"] is not None:
+                best.load_state(saved["best"], reader.path)
             writes = [reader.module(arrangement.array), reader.optimizer(arrangement.optimizer)]
             if scheduler is not None:
-                writes.append(reader.scheduler(scheduler.scheduler))
+                writes.append(reader.scheduler(scheduler))
             elif reader.agreed("schedule") is not None:
                 raise CheckpointError(
                     f"{reader.path} was saved with a scheduler, and the task {arrangement.task.name!r} has none: give "
@@ -168,15 +158,6 @@ class Checkpoints:
                 write()
         self._safe[index] = saved["steps"]
         return saved
-
-    def _check_best(self, reader: SaveReader, arrangement: Arrangement, best: Mapping[str, Any] | None) -> None:
-        rule = BestWeights(arrangement.task, arrangement.array).rule
-        if best is None or list(best["rule"]) != rule:
-            how = "without restore_best" if best is None else f"with mode and least {list(best['rule'])}, not {rule}"
-            raise CheckpointError(
-                f"{reader.path} was saved {how}, so that the best weights of the task {arrangement.task.name!r} before "
-                "it are not there: give the task as it was, or a new folder"
-            )
 
     def bound(self, index: int, steps: int) -> None:
         """Wait for the save being written if a crash during the next minibatch could otherwise cost too much.
@@ -207,7 +188,7 @@ class Checkpoints:
         writer.optimizer(arrangement.optimizer)
         border.stopped.write({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
         if border.scheduler is not None:
-            writer.scheduler(border.scheduler.scheduler)
+            writer.scheduler(border.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
         self._writes[index] = self._threads.submit(self._write, index, writer, steps)
         self._copied[index] = steps
@@ -253,7 +234,7 @@ def _progress(border: Border) -> dict[str, Any]:
         "compiled": training.compiled,
         "positions": [dict(vars(position)) for position in positions],
         "stopped": [*border.stopped.steps.items()],
-        "best": None if border.stopped.best is None else border.stopped.best.state(),
+        "best": border.stopped.best.state(),
     }
 
 
@@ -267,6 +248,4 @@ def resume(saved: Mapping[str, Any], border: Border) -> None:
     training.expect(saved["calls"])
     for stream, position in zip(border.streams, saved["positions"], strict=True):
         stream.resume(Position(**position))
-    if border.stopped.best is not None:
-        border.stopped.best.load_state(saved["best"])
     border.resume(dict(saved["stopped"]))

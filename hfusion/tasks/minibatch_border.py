@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
-from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.runtime.training import Training
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
@@ -19,36 +19,35 @@ from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stopping import OnResult, StoppedMembers, answered
-from hfusion.tasks.task import Evaluation, Step, Task
+from hfusion.tasks.task import Evaluation, Step
 
 
+@dataclass(eq=False)
 class Border:
     """Does the work between the units of one array.
 
-    Args:
+    Attributes:
         plan: the plan of the array.
         streams: its sources of minibatches: for training and, if there is an eval loader, for evaluation.
+        scheduler: drives the array's optimizer.
         on_result: returns the members that stop. It is called with the lock ``asking`` held.
-        listen: called with every event of the array, if given.
+        listen: called with every event of the array.
+        rates: float64 ``[B]``, the learning rates before the first minibatch.
     """
 
-    def __init__(
-        self,
-        arrangement: Arrangement,
-        plan: TaskPlan,
-        training: Training,
-        streams: Sequence[Stream],
-        scheduler: TaskScheduler | None,
-        stopped: StoppedMembers,
-        on_result: OnResult | None,
-        asking: Lock,
-        listen: Callable[[ArrayEvent], None] | None,
-    ) -> None:
-        self.setup, self.plan, self.training, self.streams = arrangement, plan, training, streams
-        self.scheduler, self.stopped = scheduler, stopped
-        self._on_result, self._asking, self._listen = on_result, asking, listen
-        # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
-        self._ended = self._heard = 0
+    setup: Arrangement
+    plan: TaskPlan
+    training: Training
+    streams: Sequence[Stream]
+    scheduler: LRScheduler | None
+    stopped: StoppedMembers
+    on_result: OnResult | None
+    asking: Lock
+    listen: Callable[[ArrayEvent], None]
+    rates: Tensor
+    # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
+    _ended: int = 0
+    _heard: int = 0
 
     @property
     def units(self) -> int:
@@ -64,16 +63,14 @@ class Border:
         self.stopped.resume(stopped)
         self._note_stopped()
         self._ended = self._heard = len(self.training.losses)
-        if self.stopped.best is not None:
-            for epoch in range(len(self.training.evaluations) // self.plan.evaluated):
-                self.stopped.best.count(self._evaluation(epoch).losses)
-        if self._on_result is None:
-            return
-        for step in range(len(self.training.losses)):
-            self._on_result(self._step(step))
+        epochs = len(self.training.evaluations) // max(1, self.plan.evaluated)
+        for epoch in range(epochs):
+            self.stopped.best.count(self._evaluation(epoch).losses)
+        for step in range(len(self.training.losses) if self.on_result is not None else 0):
+            self._ask(self._step(step))
             epoch, rest = divmod(step + 1, self.setup.task.epoch)
-            if not rest and epoch * self.plan.evaluated <= len(self.training.evaluations) and self.plan.evaluated:
-                self._on_result(self._evaluation(epoch - 1))
+            if not rest and epoch <= epochs:
+                self._ask(self._evaluation(epoch - 1))
 
     def ended(self, unit: Unit, broken: Callable[[], bool]) -> None:
         """Handle the end of a unit. ``broken()`` returns whether the run is being aborted."""
@@ -103,26 +100,38 @@ class Border:
         while self._heard < min(self._ended, len(losses)):
             step, self._heard = self._heard, self._heard + 1
             losses[step] = self.stopped.hide(losses[step])
-            if self.setup.task.callbacks or self._listen is not None:
-                self._tell(self._step(step))
+            self._tell(self._step(step))
 
     def _trained(self, step: int, broken: Callable[[], bool]) -> None:
         epoch = self.setup.task.epoch
-        if self.scheduler is not None and self.plan.closes(step):
-            self.scheduler.step("step", lambda: self._losses(step, step + 1), self.stopped.rows)
-        if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
-            self.scheduler.step("epoch", lambda: self._losses(step + 1 - epoch, step + 1), self.stopped.rows)
-        if self._on_result is not None:
+        if self.plan.closes(step):
+            self._step_scheduler("step", lambda: self._losses(step, step + 1))
+        if not (step + 1) % epoch and not self.plan.evaluated:
+            self._step_scheduler("epoch", lambda: self._losses(step + 1 - epoch, step + 1))
+        if self.on_result is not None:
             self.arrive()
             self._stop(self._ask(self._step(step)), broken)
 
     def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
         evaluation = self._evaluation(epoch)
-        if self.scheduler is not None:
-            self.scheduler.step("epoch", lambda: evaluation.losses, self.stopped.rows)
+        self._step_scheduler("epoch", lambda: evaluation.losses)
         self._tell(evaluation)
         over = self._count(evaluation, broken)
         self._stop({*over, *self._ask(evaluation)}, broken)
+
+    def _step_scheduler(self, interval: str, losses: Callable[[], Tensor]) -> None:
+        """Step the scheduler where a loop over one member would: after each ``"step"`` or each ``"epoch"``.
+
+        ``losses``: returns ``[n, B]``, of the step, or of the evaluation or training of the epoch. It may wait, so it
+        is called only if a member has a ReduceLROnPlateau.
+        """
+        if self.scheduler is None or interval != self.setup.task.scheduler_interval:
+            return
+        if isinstance(self.scheduler, PerMember):
+            metrics = losses().mean(0) if any(self.scheduler.takes_metrics) else None
+            self.scheduler.step(metrics=metrics, rows=self.stopped.rows)
+        else:
+            self.scheduler.step()
 
     def _losses(self, start: int, end: int) -> Tensor:
         """Return the losses ``[n, B]`` of minibatches; wait for those that are not on the host yet."""
@@ -142,30 +151,23 @@ class Border:
     def _tell(self, heard: Step | Evaluation) -> None:
         for callback in self.setup.task.callbacks:
             callback(heard)
-        self.note(heard)
-
-    def note(self, event: ArrayEvent) -> None:
-        """Pass an event of the array to ``listen``."""
-        if self._listen is not None:
-            self._listen(event)
+        self.listen(heard)
 
     def _count(self, result: Evaluation, broken: Callable[[], bool]) -> list[int]:
         """Keep the weights of members that have improved. Return the members whose patience is over."""
-        best = self.stopped.best
-        if best is None:
-            return []
-        improved, over = best.count(result.losses)
-        self.training.state.settle()
-        if not broken():
-            best.keep(improved)
+        improved, over = self.stopped.best.count(result.losses)
+        if improved and self.setup.task.restores_best:
+            self.training.state.settle()
+            if not broken():
+                self.stopped.best.keep(improved)
         return [self.setup.members[row] for row in over]
 
     def _ask(self, result: Step | Evaluation) -> list[int]:
         """Call `on_result`, if there is one, and return the members that it stops."""
-        if self._on_result is None:
+        if self.on_result is None:
             return []
-        with self._asking:
-            answer: Any = self._on_result(result)
+        with self.asking:
+            answer: Any = self.on_result(result)
         return answered(answer, result)
 
     def _stop(self, members: Collection[int], broken: Callable[[], bool]) -> None:
@@ -176,7 +178,7 @@ class Border:
         if not broken():
             self.stopped.stop(members, self.training.minibatches)
             self._note_stopped()
-            self.note(ArrayNote("stopped", self.training.minibatches, tuple(self.stopped.steps)))
+            self.listen(ArrayNote("stopped", self.training.minibatches, tuple(self.stopped.steps)))
 
     def _note_stopped(self) -> None:
         self.training.over = self.stopped.all
@@ -193,34 +195,3 @@ def all_heard(borders: Sequence[Border]) -> Iterator[None]:
             with suppress(Exception):
                 border.arrive()
         raise
-
-
-# The learning-rate schedulers of a task, stepped where a loop over one member would step them.
-
-
-class TaskScheduler:
-    """Steps the learning-rate scheduler of an array. ``scheduler`` drives the array's optimizer."""
-
-    def __init__(self, task: Task, optimizer: FusedOptimizer, members: Sequence[int]) -> None:
-        scheduler: Any = task.scheduler
-        self.scheduler = scheduler
-        if not isinstance(scheduler, lr_scheduler.LRScheduler):
-            makes = scheduler if callable(scheduler) else [scheduler[member] for member in members]
-            self.scheduler = PerMember(optimizer, makes)
-        self._interval = task.scheduler_interval
-
-    def step(self, interval: str, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
-        """Step the scheduler if its interval, a ``"step"`` of the optimizer or an ``"epoch"``, has ended.
-
-        Args:
-            losses: returns ``[n, B]``, of the step, or of the evaluation or training of the epoch. It may wait, so it
-                is called only if a member has a ReduceLROnPlateau.
-            rows: the members that go on.
-        """
-        if interval != self._interval:
-            return
-        if isinstance(self.scheduler, PerMember):
-            metrics = losses().mean(0) if any(self.scheduler.takes_metrics) else None
-            self.scheduler.step(metrics=metrics, rows=rows)
-        else:
-            self.scheduler.step()

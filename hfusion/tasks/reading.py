@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import Any, Generic, TypeAlias, TypeVar
+from threading import Event, Thread
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,9 +71,6 @@ def generators(loader: Any) -> list[torch.Generator]:
     return list({id(generator): generator for generator in sources if isinstance(generator, torch.Generator)}.values())
 
 
-_Job: TypeAlias = "tuple[Future[T], Callable[[], T]]"
-
-
 class Reader(Generic[T]):
     """Advances a generator in a separate thread, which is abandoned if the generator hangs.
 
@@ -84,104 +81,101 @@ class Reader(Generic[T]):
     """
 
     def __init__(self, items: Generator[T, None, None], name: str, interrupt: Callable[[], bool]) -> None:
-        self._items = items
-        self._name = name
-        self._interrupt = interrupt
-        self._lock = Lock()
-        self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
-        self._thread: Thread | None = None
-        self._awaited: Future[T] | None = None
-        self._ended: Future[None] = Future()
+        self._items, self._interrupt = items, interrupt
+        self._requests: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
+        # Functions that return the item, or raise the error, of a request.
+        self._answers: SimpleQueue[Callable[[], T]] = SimpleQueue()
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._ended = Event()
+        self._error: BaseException | None = None
         self._deadline: float | None = None
 
-    def next(self, within: AbstractContextManager[Any] | None = None) -> T:
+    def next(self, *within: AbstractContextManager[Any]) -> T:
         """Return the next item. Raises StopIteration after the last, and CancelledError after `stop`.
 
-        The thread enters the context manager ``within`` while it reads.
+        The thread enters the context managers ``within`` while it reads.
         """
-        with self._lock:
-            if self._deadline is not None:
-                raise CancelledError
-            if self._thread is None:
-                self._thread = Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            awaited = self._awaited = Future()
-            self._jobs.put((awaited, _next_in_caller_context(self._items, within or nullcontext())))
-        try:
-            return awaited.result()
-        finally:
-            self._awaited = None
-            del awaited
+        if self._deadline is not None:
+            raise CancelledError
+        if self._thread.ident is None:
+            self._thread.start()
+        threads, queued = torch.get_num_threads(), current_queue()
+
+        def read() -> T:
+            # A new thread begins with its own number of threads, and kernels may round by it.
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            with ExitStack() as stack:
+                for context in (queued, *within):
+                    stack.enter_context(context)
+                return next(self._items)
+
+        self._requests.put(read)
+        return self._answers.get()()
 
     def stop(self) -> None:
         """Stop reading: a waiting `next` raises CancelledError, and `close` waits only for a short time."""
-        with self._lock:
-            if self._deadline is None:
-                self._deadline = time.monotonic() + _GRACE
-                self._jobs.put(None)
-            if self._awaited is not None:
-                self._awaited.cancel()
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _GRACE
+            self._requests.put(None)
+            self._answers.put(partial(_raise, CancelledError()))
 
     def close(self) -> None:
         """End ``items`` and the thread. Errors that ``items`` raises when it is closed are re-raised."""
-        if self._thread is None:
+        if self._thread.ident is None:
             self._items.close()
             return
-        self._jobs.put(None)
+        self._requests.put(None)
         if self._left_by(self._deadline) or (self._interrupt() and self._left_by(time.monotonic() + _GRACE)):
             self._thread.join()
-            self._ended.result()
+            if self._error is not None:
+                raise self._error
         else:
             tracing.take_from(self._thread.ident)
 
     def _left_by(self, deadline: float | None) -> bool:
         """Return whether ``items`` has ended before the deadline."""
         # A signal just before the wait begins does not end it.
-        while not self._ended.done() and (deadline is None or time.monotonic() < deadline):
-            with suppress(TimeoutError):
-                self._ended.exception(_GLANCE)
-        return self._ended.done()
+        while not self._ended.wait(_GLANCE) and (deadline is None or time.monotonic() < deadline):
+            pass
+        return self._ended.is_set()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            _answer(*job)
-            del job
+        while (read := self._requests.get()) is not None:
+            try:
+                self._answers.put(partial(_identity, read()))
+            except BaseException as error:
+                self._answers.put(partial(_raise, error))
+            del read
         try:
             self._items.close()
         except BaseException as error:
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
+            self._error = error
+        self._ended.set()
 
 
-def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
-    try:
-        answer = partial(awaited.set_result, read())
-    except BaseException as error:
-        answer = partial(awaited.set_exception, error)
-    # After `stop`, the future is cancelled.
-    with suppress(InvalidStateError):
-        answer()
+def _identity(item: T) -> T:
+    return item
 
 
-def _next_in_caller_context(items: Iterator[T], within: AbstractContextManager[Any]) -> Callable[[], T]:
-    """Return a function that advances ``items`` with the calling thread's number of threads and device queue."""
-    threads = torch.get_num_threads()
-    queued = current_queue()
-
-    def read() -> T:
-        # A new thread begins with its own number of threads, and kernels may round by it.
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        with queued, within:
-            return next(items)
-
-    return read
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 def length(loader: Iterable[Any]) -> int:
     """Return the number of minibatches of a loader with a length."""
     return len(loader)  # type: ignore[arg-type]
+
+
+@contextmanager
+def generators_kept(loader: Any) -> Iterator[None]:
+    """Context manager: restore the generators that a DataLoader and its samplers draw from."""
+    states = [(generator, generator.get_state()) for generator in generators(loader)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 # The position in a loader, and how another process continues from it.

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram
-from hfusion.core.calls import is_stacked
 from hfusion.core.exclusive import compiling_within
 from hfusion.device.backend import backend
 from hfusion.device.device_queues import Mark
@@ -31,7 +29,6 @@ from hfusion.schedule.timeline import Span
 from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import train_step
 from hfusion.tasks.arrange import Arrangement
-from hfusion.tasks.minibatch import Minibatch, moved
 
 # Minibatches that a device may be behind Python. Python needs well under a millisecond for each, so more would not keep
 # a device busier, but would delay callbacks.
@@ -152,13 +149,14 @@ class ResidentTraining(Training):
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
         unit = self.slices.unit(self.minibatches, Phase.BACKWARD)
         recipe = self._read(self._source, device, gate)
-        inputs, target = _on(self._batch.call, device)
+        minibatch = self._batch.on(device)
+        args, kwargs = minibatch.arguments.args_and_kwargs()
         if self._resumed_calls:
             # The program of a kind serves minibatches with another number of samples, too.
-            text = StepCall(self._batch.call.arguments, Arguments.of((target,), {})).text
+            text = StepCall(minibatch.arguments, Arguments.of((minibatch.target,), {})).text
             if any_samples(text) in self._resumed_calls:
                 self.step.expected_calls.add(text)
-        prepared = self.step.prepare(inputs, target)
+        prepared = self.step.prepare(kwargs or args, minibatch.target)
 
         def update(losses: Tensor) -> None:
             grads = {name: param.grad for name, param in self._trained.items() if param.grad is not None}
@@ -205,21 +203,6 @@ def eagerly(name: str, why: str) -> str:
     return f"task {name!r} runs eagerly, exact but slower: {why}. hf.Task(compile=False) does so without this warning"
 
 
-def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:
-    """Return the inputs and target of a minibatch on a device, as `hfusion.train_step` expects them."""
-    arguments = minibatch.arguments
-    leaves = [moved(leaf, device) for leaf in arguments.leaves]
-    target = minibatch.target
-    if not isinstance(target, Tensor):
-        target = pytree.tree_map(lambda leaf: moved(leaf, device), target, is_leaf=is_stacked)
-    else:
-        target = moved(target, device)
-    if isinstance(arguments.spec, int):
-        return tuple(leaves), target
-    args, kwargs = pytree.tree_unflatten(leaves, arguments.spec)
-    return kwargs or args, target
-
-
 def any_samples(call: str) -> str:
     """Describe a kind of call for any number of samples; a single sample may have another program.
 
@@ -235,11 +218,6 @@ def any_samples(call: str) -> str:
 LEAST_SECONDS = 20.0
 
 
-def spilled_reason(plan: TaskPlan) -> str:
-    """Return why a spilled array runs eagerly; empty for a resident one."""
-    return "" if plan.resident else f"it is spilled, in {len(plan.shards)} shards, which run one by one"
-
-
 def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, draws: bool = False) -> str:
     """Return why an array runs eagerly; empty if its minibatches are compiled.
 
@@ -251,8 +229,10 @@ def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, draws: bool = Fals
     """
     if arrangement.task.compile is False:
         return "compile=False"
-    if not plan.resident or arrangement.task.compile is not None:
-        return spilled_reason(plan)
+    if not plan.resident:
+        return f"it is spilled, in {len(plan.shards)} shards, which run one by one"
+    if arrangement.task.compile is not None:
+        return ""
     source = BoundProgram.of(
         arrangement.array.compiled(arrangement.minibatch().arguments_for(arrangement.array)), arrangement.array
     )

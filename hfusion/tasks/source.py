@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,8 +17,10 @@ from torch.utils import _pytree as pytree
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import check_once
+from hfusion.capture.registered_tensors import device_of
+from hfusion.compiler.arguments import Arguments, map_leaf
 from hfusion.compiler.compiled_program import Compiled
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import is_stacked, take_entries
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
 from hfusion.core.program import Part, Program
@@ -26,11 +31,114 @@ from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.cost.cost import operators, symbol_sizes
 from hfusion.passes.cost.flops import SymbolSizes, concrete
 from hfusion.passes.partition.split_program import input_names, match_cuts, split
-from hfusion.runtime.recipe import Batch, Recipe
+from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Shard
-from hfusion.tasks.minibatch import Minibatch, Shapes, samples
 from hfusion.tasks.reading import Position, Reader, end_workers, length, reading, rereading
 from hfusion.tasks.task import Task
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One minibatch as a call of the array, with the target for its loss."""
+
+    arguments: Arguments
+    target: Any
+
+    @staticmethod
+    def of(task: Task, item: Any, members: Sequence[int]) -> Minibatch:
+        """Return a loader's item for ``members`` only. Raises PlanError for an item of another form."""
+        pair: list[Any] = list(item) if isinstance(item, list | tuple) else []
+        if len(pair) != 2:
+            form = f"{len(pair)} values" if pair else type(item).__name__
+            raise PlanError(
+                f"task {task.name!r}: a minibatch of the loader is {form}; it must be a pair (inputs, target), inputs "
+                "a tensor, a tuple of arguments or a dict of keyword arguments"
+            )
+        inputs, target = pair[0], pair[1]
+        if len(members) != task.members:
+            inputs, target = (take_entries(value, list(members)) for value in (inputs, target))
+        if isinstance(inputs, Mapping):
+            return Minibatch(Arguments.of((), inputs), target)
+        return Minibatch(Arguments.of(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {}), target)
+
+    def arguments_for(self, array: FusedModule) -> Arguments:
+        """Return the arguments for capture, on the device of ``array``. Loaders may use another device.
+
+        Raises:
+            PlanError: members' inputs have different sizes.
+        """
+        device, arguments = device_of(array), self.arguments
+        if arguments.ragged:
+            raise PlanError(
+                f"a minibatch gives the members of one array inputs of different sizes, {arguments.ragged[0]}, and "
+                "hf.train computes an array by one program: give inputs of one size, or use hf.train_step or "
+                "hf.Population"
+            )
+        return arguments.mapped(partial(_moved, device=device))
+
+    def on(self, device: torch.device) -> Minibatch:
+        """Return the minibatch on a device, without its autograd history."""
+        return self.mapped(partial(_moved, device=device))
+
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> Minibatch:
+        """Return the minibatch with ``fn`` applied to every tensor."""
+        return Minibatch(self.arguments.mapped(fn), map_tensors(self.target, fn))
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The flat inputs of the program."""
+        return tuple(value.detach() if isinstance(value, Tensor) else value for value in self.arguments.values)
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the inputs as a member sees them, the largest of each; empty for values without dims."""
+        leaves = self.arguments.leaves
+        return tuple(
+            tuple(max((tensor.shape for tensor in leaf), key=math.prod)) if isinstance(leaf, Ragged) else shape
+            for leaf, shape in zip(leaves, self.arguments.shapes, strict=True)
+        )
+
+    @cached_property
+    def key(self) -> Any:
+        """A hashable key. Minibatches with equal keys share a recipe."""
+        inputs = self.arguments.key, self.arguments.memory_orders
+        if isinstance(self.target, Tensor):
+            return inputs, ((tuple(self.target.shape), self.target.dtype),)
+        leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
+        tensors = [
+            tensor
+            for leaf in leaves
+            for tensor in (leaf if isinstance(leaf, Ragged) else [leaf.tensor if is_stacked(leaf) else leaf])
+        ]
+        shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
+        return inputs, shapes
+
+
+def samples(shapes: Shapes) -> int:
+    """Return the size of the first dim of the first input with dims; 1 if there is none."""
+    return next((shape[0] for shape in shapes if shape), 1)
+
+
+def largest(shapes: Shapes, others: Shapes) -> Shapes:
+    """Return ``shapes`` with every size at least that in ``others``. Inputs of another number of dims are ignored."""
+    pairs = zip(shapes, (*others, *shapes[len(others) :]), strict=False)
+    return tuple(tuple(map(max, a, b)) if len(a) == len(b) else a for a, b in pairs)
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``fn`` to all tensors of a nested value, including those in stacked inputs."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    return pytree.tree_map(lambda leaf: map_leaf(leaf, fn), value, is_leaf=is_stacked)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().to(device, non_blocking=True)
+
 
 # Checked losses, by program and kind of minibatch, and whether they may draw random numbers.
 MAX_LOSSES = 256
@@ -41,34 +149,26 @@ _draws_of_losses: dict[Any, bool] = {}
 CutPrograms: TypeAlias = "Callable[[Minibatch], tuple[Compiled, tuple[Part, ...]]]"
 
 
-class Trained:
-    """Programs for training, cut into the planned shards."""
+def training_programs(name: str, array: FusedModule, shards: Sequence[Shard]) -> CutPrograms:
+    """Return a function that captures programs for training, checks them against the members, and cuts them."""
+    first: list[Any] = []
 
-    def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard]) -> None:
-        self._name = name
-        self.array = array
-        self._shards = shards
-        self._operators: list[Any] | None = None
-
-    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
-        """Capture the program, check it against the members, and cut it into parts."""
-        arguments = minibatch.arguments_for(self.array)
-        compiled = self.array.steady(arguments)
-        check_once(self.array, compiled, arguments)
-        self._check_same(compiled.program)
-        return compiled, split(compiled.program, [shard.last for shard in self._shards])
-
-    def _check_same(self, program: Program) -> None:
-        """Raise PlanError if the operators differ from the first program's, since shards are ranges of operators."""
-        targets = [node.target for node in operators(program)]
-        if self._operators is None:
-            self._operators = targets
-        elif self._operators != targets:
+    def make(minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        arguments = minibatch.arguments_for(array)
+        compiled = array.steady(arguments)
+        check_once(array, compiled, arguments)
+        targets = [node.target for node in operators(compiled.program)]
+        # Shards are ranges of operators.
+        if first and first != targets:
             raise PlanError(
-                f"task {self._name!r}: a minibatch of another kind than the first needs another program, whose "
-                f"operators differ ({len(targets)} instead of {len(self._operators)}); give minibatches of one shape, "
-                "for example with drop_last=True"
+                f"task {name!r}: a minibatch of another kind than the first needs another program, whose operators "
+                f"differ ({len(targets)} instead of {len(first)}); give minibatches of one shape, for example with "
+                "drop_last=True"
             )
+        first[:] = targets
+        return compiled, split(compiled.program, [shard.last for shard in shards])
+
+    return make
 
 
 def evaluation_parts(
@@ -119,23 +219,19 @@ class Stream:
         self._stopped = False
         self._items = self._read()
         self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
-        self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
 
-    def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
+    def next(self, drawing: AbstractContextManager[None] | None = None) -> Minibatch:
         """Return the next minibatch. Raises PlanError if an epoch was shorter or longer than the loader's length."""
         if type(self._loader) in (list, tuple):
             # A list never waits and draws no random numbers, so reading it here is cheaper than in another thread.
             if self._stopped:
                 raise CancelledError
-            self._latest = minibatch = next(self._items)
+            minibatch = next(self._items)
         else:
-            self._latest = minibatch = self._reader.next(_within(self._turn, drawing or nullcontext()))
-        key = minibatch.key
-        if self._pins:
-            # Pin once, for all units that copy these tensors.
-            minibatch = Minibatch(minibatch.arguments.mapped(_pinned), _map_tensors(minibatch.target, _pinned))
-        return Batch(tuple(_detached(value) for value in minibatch.arguments.values), minibatch.target, key, minibatch)
+            minibatch = self._reader.next(self._turn, drawing or nullcontext())
+        # Pin once, for all units that copy these tensors.
+        return minibatch.mapped(_pinned) if self._pins else minibatch
 
     @property
     def position(self) -> Position:
@@ -161,13 +257,9 @@ class Stream:
         self._stopped = True
         self._reader.stop()
 
-    def find(self, batch: Batch) -> Recipe | None:
-        """Return the recipe for batches like this one, or None."""
-        return self._recipes.get(batch.key)
-
-    def make(self, batch: Batch) -> Recipe:
-        """Return a new recipe for batches like this one, the latest from `next`."""
-        return self.prepare(self._latest)
+    def find(self, minibatch: Minibatch) -> Recipe | None:
+        """Return the recipe for minibatches like this one, or None."""
+        return self._recipes.get(minibatch.key)
 
     def prepare(self, minibatch: Minibatch) -> Recipe:
         """Capture the program, check the loss, and return the recipe. Raises FusionError or PlanError."""
@@ -249,7 +341,7 @@ class Stream:
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         device = next(leaf.device for leaf in pytree.tree_leaves(list(outputs)) if isinstance(leaf, Tensor))
         value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)
-        losses = self._loss(value, _map_tensors(target, lambda tensor: tensor.to(device, non_blocking=True)))
+        losses = self._loss(value, map_tensors(target, lambda tensor: tensor.to(device, non_blocking=True)))
         if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
             form = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
@@ -257,33 +349,6 @@ class Stream:
                 "reduce to one number per member, for example with reduction='mean'"
             )
         return losses
-
-
-@contextmanager
-def _within(*outer: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in outer:
-            stack.enter_context(context)
-        yield
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to all tensors of a nested value, including those in stacked inputs."""
-    if isinstance(value, Tensor):
-        return change(value)
-
-    def map_leaf(leaf: Any) -> Any:
-        if is_stacked(leaf):
-            return StackedInput(change(leaf.tensor))
-        if isinstance(leaf, Ragged):
-            return leaf.map(change)
-        return change(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return pytree.tree_map(map_leaf, value, is_leaf=is_stacked)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

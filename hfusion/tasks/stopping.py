@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint.save import member_stacks
-from hfusion.core.errors import PlanError
+from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import has_rows, is_per_member
 from hfusion.core.patience import Patience
@@ -70,8 +71,7 @@ class StoppedMembers:
     """The members of an array that have stopped. ``steps``: for each, how many minibatches it was trained on.
 
     The array still computes their rows, as all rows are computed together. A copy of their parameters, buffers,
-    optimizer state and hyper-parameters is kept on the host, and written back at the end. ``best``: the best weights,
-    if the task has patience or ``restore_best``.
+    optimizer state and hyper-parameters is kept on the host, and written back at the end. ``best``: the best weights.
     """
 
     def __init__(self, task: Task, members: Sequence[int], array: FusedModule, optimizer: FusedOptimizer) -> None:
@@ -80,7 +80,7 @@ class StoppedMembers:
         self._array = array
         self._optimizer = optimizer
         self._epochs = task.epochs
-        self.best = BestWeights(task, array) if task.patience is not None or task.restore_best else None
+        self.best = BestWeights(task, array)
         self._stopped_copies: list[tuple[list[int], MemberTable]] = []
 
     @property
@@ -133,7 +133,7 @@ class StoppedMembers:
         if self._stopped_copies:
             self.write(self._stacks())
             self._optimizer.forget()
-        if self.best is not None and (self.all or self.best.evaluated == self._epochs):
+        if self.all or self.best.evaluated == self._epochs:
             self.best.restore()
 
     def _check_apart(self, members: Sequence[int]) -> None:
@@ -175,7 +175,7 @@ class BestWeights:
         self._weights = MemberTable(len(array))
         self._kept: set[int] = set()
         self.epochs, self.evaluated = [NEVER] * len(array), 0
-        for name, param in array.named_parameters():
+        for name, param in array.named_parameters() if task.patience is not None or task.restore_best else ():
             if param.requires_grad and not is_per_member(param) and len(array) > 1:
                 raise PlanError(
                     f"task {task.name!r} has patience or restore_best, which are of each member, but {name!r} is one "
@@ -183,7 +183,7 @@ class BestWeights:
                 )
 
     @property
-    def rule(self) -> list[Any]:
+    def _rule(self) -> list[Any]:
         """The ``mode`` and ``least`` of the patience, which decide whether an evaluation is an improvement."""
         return [self._patience.mode, self._patience.least]
 
@@ -201,9 +201,8 @@ class BestWeights:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Copy the current weights of ``rows`` to the host. The array's tensors must be up to date."""
-        if self._task.restores_best and rows:
-            self._weights.put(rows, self._table().take(rows).to("cpu"))
-            self._kept.update(rows)
+        self._weights.put(rows, self._table().take(rows).to("cpu"))
+        self._kept.update(rows)
 
     def restore(self) -> None:
         """Write each member's best weights into the array. A member without any keeps its weights."""
@@ -215,10 +214,20 @@ class BestWeights:
         if not self._task.restores_best:
             return None
         rows = [row in self._kept for row in range(len(self.epochs))]
-        return {"rule": self.rule, "rows": rows, "weights": self._weights.columns}
+        return {"rule": self._rule, "rows": rows, "weights": self._weights.columns}
 
-    def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Load the weights of a checkpoint. The earlier losses must be passed to `count`."""
+    def load_state(self, state: Mapping[str, Any] | None, path: Path) -> None:
+        """Load the weights of the checkpoint in ``path``. The earlier losses must be passed to `count`.
+
+        Raises:
+            CheckpointError: the weights that the task restores were not kept, or by another rule.
+        """
+        if self._task.restores_best and (state is None or list(state["rule"]) != self._rule):
+            how = "without restore_best" if state is None else f"with mode and least {list(state['rule'])}"
+            raise CheckpointError(
+                f"{path} was saved {how}, so that the best weights of the task {self._task.name!r} before it, by "
+                f"{self._rule}, are not there: give the task as it was, or a new folder"
+            )
         if state is not None:
             self._weights.columns = {name: stack.clone() for name, stack in state["weights"].items()}
             self._kept = {row for row, kept in enumerate(state["rows"]) if kept}

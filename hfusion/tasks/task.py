@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -15,11 +14,11 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.compare_models import check_alone, check_pair
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.loss_checks import check_loss_function
-from hfusion.core.membership import Membership, mark, membership
 from hfusion.core.patience import Patience
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.hyper import HyperValue, MemberVector
+from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.optim.optimizer_rows import made_for_rows
 from hfusion.step.compile_mode import Compile, check_compile, check_parts
 from hfusion.tasks.reading import length
 
@@ -282,12 +281,12 @@ def shapes(models: Sequence[nn.Module]) -> list[list[int]]:
 
 def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
     """Return the optimizer of the array of ``members``, with their hyper-parameters."""
-    if isinstance(task.optimizer, FusedOptimizer):
-        optimizer = task.optimizer
-    elif len(members) == task.members:
-        optimizer = _create_optimizer(task, task.optimizer, list(array.parameters()))
-    else:
-        optimizer = _sliced(task, task.optimizer, array, members)
+    optimizer: Any = task.optimizer
+    if not isinstance(optimizer, FusedOptimizer):
+        optimizer = made_for_rows(optimizer, list(array.parameters()), members, task.members)
+    if not isinstance(optimizer, FusedOptimizer):
+        kind = type(optimizer).__qualname__
+        raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave {kind}; {_REMEDY}")
     array_ids = {id(param) for param in array.parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not all(id(param) in array_ids for param in params):
@@ -298,43 +297,3 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
             "gradient; set requires_grad on those that are to be trained"
         )
     return optimizer
-
-
-def _create_optimizer(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
-    """Call the task's function. Raises PlanError if the result is no fused optimizer."""
-    optimizer = make(params)
-    if not isinstance(optimizer, FusedOptimizer):
-        kind = type(optimizer).__qualname__
-        raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave {kind}; {_REMEDY}")
-    return optimizer
-
-
-def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
-    """Let the task make one for all its members, over parameters without memory; take these members' rows."""
-    real: dict[int, nn.Parameter] = {}
-    stand_ins = []
-    for param in array.parameters():
-        param_mark = membership(param)
-        assert param_mark is not None
-        shape = (task.members, *param.shape[1:]) if param_mark.stacked else tuple(param.shape)
-        stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), param.requires_grad)
-        mark(stand_in, Membership(param_mark.name, task.members, param_mark.stacked, param_mark.padded))
-        real[id(stand_in)] = param
-        stand_ins.append(stand_in)
-    whole = _create_optimizer(task, make, stand_ins)
-    groups = []
-    for group in whole.param_groups:
-        options = {key: _rows(value, members) for key, value in group.items()}
-        groups.append({**options, "params": [real[id(param)] for param in group["params"]]})
-    kind: Any = type(whole)
-    sliced: FusedOptimizer = kind(groups)
-    sliced.explicit_keys = whole.explicit_keys
-    return sliced
-
-
-def _rows(value: Any, members: Sequence[int]) -> Any:
-    if isinstance(value, MemberVector):
-        return value.as_subclass(Tensor)[list(members)]
-    if isinstance(value, tuple):
-        return tuple(_rows(item, members) for item in value)
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from hfusion.array.per_model import FunctionPrograms, PerModel
 from hfusion.capture.registered_tensors import device_of, tensors
@@ -23,21 +25,20 @@ from hfusion.core.membership import membership
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector, plain
-from hfusion.runtime.recipe import Recipe
-from hfusion.runtime.task_state import Holding, SpillFolder, TaskTensors, holdings
+from hfusion.optim.lr_scheduler import PerMember
+from hfusion.runtime.task_state import SpillFolder, TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine, Slices, TaskFailed
-from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
+from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import Policy
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote, TaskBars
-from hfusion.tasks.checkpoints import Checkpoints, interval, saving
+from hfusion.tasks.checkpoints import Checkpoints, interval
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.minibatch_border import Border, TaskScheduler, all_heard
-from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly, spilled_reason
-from hfusion.tasks.source import Stream
+from hfusion.tasks.minibatch_border import Border, all_heard
+from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
 from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, joined
@@ -71,6 +72,13 @@ class TrainError(HFusionError):
         super().__init__(message)
         self.report = report
 
+    @staticmethod
+    def of(names: Sequence[str], cause: BaseException, report: Report) -> TrainError:
+        """Return the error of the tasks ``names``, of which the first failed by ``cause``."""
+        failed = f"{'task' if len(names) == 1 else 'tasks'} {', '.join(map(repr, names))} failed"
+        finished = f"finished: {', '.join(report) or 'none'} (error.report)"
+        return TrainError(f"{failed}: {type(cause).__name__}: {cause}; {finished}", report)
+
 
 def train_arranged(
     arrangements: Sequence[Arrangement],
@@ -87,19 +95,17 @@ def train_arranged(
 
     ``listen`` is called with every event of an array, in the thread in which it occurs.
     """
-    plan = saving(plan, every, saves=checkpoint is not None)
+    # Tasks are saved twice per interval, as half of it is trained while a save is written.
+    saves = [None if checkpoint is None else math.ceil(interval(task, every) / 2) for task in plan.tasks]
+    tasks = [replace(task, save_every=count) for task, count in zip(plan.tasks, saves, strict=True)]
+    plan = replace(plan, tasks=tuple(tasks))
     with ExitStack() as stack:
         for one in arrangements:
             # Training leaves tensors in host memory.
             stack.callback(one.array.to, device_of(one.array))
-        saves = None
-        if checkpoint is not None:
-            most = [interval(task, every) for task in plan.tasks]
-            saves = Checkpoints(
-                checkpoint, arrangements, most, len(plan.devices), lambda index, event: run.note(index, event)
-            )
-            stack.callback(saves.close)
-        run = _TrainRun(arrangements, plan, machine, stack, saves, on_result, listen)
+        run = _TrainRun(arrangements, plan, machine, checkpoint, every, on_result, listen)
+        stack.callback(run.close)
+        run.prepare()
         for index, why in run.eager.items():
             if not arrangements[index].task.compile:
                 # No warning: compile is False, or None, which compiles only if that pays.
@@ -107,162 +113,144 @@ def train_arranged(
             warnings.warn(eagerly(plan.tasks[index].name, why), stacklevel=3)
         bars = None
         if progress:
-            tasks = [(one.name, one.steps) for one in plan.tasks]
-            bars = stack.enter_context(TaskBars(tasks, [len(one.losses) for one in run.trainings]))
+            names = [(one.name, one.steps) for one in plan.tasks]
+            bars = stack.enter_context(TaskBars(names, [len(one.losses) for one in run.trainings]))
         return run.run(policy, bars)
 
 
 class _TrainRun:
-    """The tensors and files of one run. ``stack`` releases them."""
+    """The arrays of one run, with what belongs to all of them. `close` releases their tensors and files."""
 
     def __init__(
         self,
         arrangements: Sequence[Arrangement],
         plan: Plan,
         machine: Machine,
-        stack: ExitStack,
-        saves: Checkpoints | None,
+        checkpoint: Path | None,
+        every: int | None,
         on_result: OnResult | None,
         listen: ArrayListener | None,
     ) -> None:
-        self.arrangements, self._listen = arrangements, listen
-        # As the user gave them: a scheduler may change them when it is made.
-        self._rates = [
-            plain(member_vector("lr", setup.optimizer.param_groups[0].get("lr", torch.nan), len(setup.members)))
-            for setup in arrangements
-        ]
+        self.arrangements, self.plan, self._on_result, self._listen = arrangements, plan, on_result, listen
+        self._stack = ExitStack()
+        self.close = self._stack.close
+        self.saves = None
+        if checkpoint is not None:
+            most = [interval(task, every) for task in plan.tasks]
+            self.saves = Checkpoints(checkpoint, arrangements, most, len(plan.devices), self.note)
+            self._stack.callback(self.saves.close)
         # The device of each array that has begun.
         self._computing: Mapping[int, str] = {}
-        self.saves = saves
-        self._on_result, self._asking = on_result, Lock()
+        self._asking = Lock()
         # All arrays of a task have one.
         self._seeds: dict[Task, int] = {}
-        self.plan = plan
         # For each array that runs eagerly, the reason.
         self.eager: dict[int, str] = {}
         self._devices = {device.name: device.physical for device in machine.devices}
-        folder = SpillFolder(machine.disk)
-        stack.callback(folder.close)
+        self._folder = SpillFolder(machine.disk)
+        self._stack.callback(self._folder.close)
         # Held while a minibatch is read: loaders of several tasks may read from one data set or file.
         self._turn = Lock()
+        # Bytes of host memory that are left for shards at rest.
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
-        self.borders = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
-        self.plan = replace(plan, tasks=tuple(border.plan for border in self.borders))
+        self.borders: list[Border] = []
 
-    @property
-    def trainings(self) -> list[Training]:
-        return [border.training for border in self.borders]
-
-    def _prepared(self, index: int, folder: SpillFolder, stack: ExitStack) -> Border:
-        try:
-            return self._border(index, folder, stack)
-        except Exception as error:
-            error.add_note(f"in the task {self.plan.tasks[index].name!r}")
-            self.note(index, ArrayNote("failed", None, error=first_line(error)))
-            raise
+    def prepare(self) -> None:
+        """Capture the arrays and allocate their tensors, or load their saves."""
+        for index in range(len(self.arrangements)):
+            try:
+                self.borders.append(self._border(index))
+            except Exception as error:
+                error.add_note(f"in the task {self.plan.tasks[index].name!r}")
+                self.note(index, ArrayNote("failed", None, error=first_line(error)))
+                raise
+        self.trainings = [border.training for border in self.borders]
+        self.plan = replace(self.plan, tasks=tuple(border.plan for border in self.borders))
 
     def note(self, index: int, event: ArrayEvent) -> None:
         """Pass an event of an array to ``listen``."""
         if self._listen is not None:
             self._listen(index, event, self._computing.get(index))
 
-    def _border(self, index: int, folder: SpillFolder, stack: ExitStack) -> Border:
-        setup, plan = self.arrangements[index], self.plan.tasks[index]
+    def _border(self, index: int) -> Border:
+        setup, plan, stack = self.arrangements[index], self.plan.tasks[index], self._stack
+        task = setup.task
+        # As the user gave them: a scheduler may change them when it is made.
+        rates = member_vector("lr", setup.optimizer.param_groups[0].get("lr", torch.nan), len(setup.members))
         named_tensors = dict(setup.array.named_parameters()) | dict(setup.array.named_buffers())
         first = {id(tensor): name for name, tensor in reversed(named_tensors.items())}
         names = {name: first[id(tensor)] for name, tensor in tensors(setup.array)}
         optimized = {id(param) for group in setup.optimizer.param_groups for param in group["params"]}
         trained = frozenset(n for n, t in named_tensors.items() if t.requires_grad and id(t) in optimized)
         limits = clip_limits(setup)
-        loss, devices = PerModel(setup.task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
+        loss, devices = PerModel(task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
         stream, recipe = setup.trained(plan, loss, devices, self._turn)
         stack.callback(stream.close)
-        held = holdings([part.keys for part in recipe.parts], names, trained)
-        evaluation = None
-        if setup.task.eval_loader is not None:
+        streams, parts = [stream], [part.keys for part in recipe.parts]
+        held = holdings(parts, names, trained)
+        if task.eval_loader is not None:
             alike = [holding.all for holding in held]
-            evaluation, also = setup.evaluated(setup.task.eval_loader, loss, devices, names, alike, self._turn)
+            evaluation, also = setup.evaluated(task.eval_loader, loss, devices, names, alike, self._turn)
             stack.callback(evaluation.close)
-            pairs = zip(recipe.parts, also.parts, strict=True)
-            held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
-        plan = self._borrowing(index, held)
+            streams.append(evaluation)
+            held = holdings([(*a, *b.keys) for a, b in zip(parts, also.parts, strict=True)], names, trained)
+        # Who owns borrowed tensors is known from the captured programs only.
+        shards = [
+            replace(shard, borrows=tuple(sorted({*part.borrowed.values()})))
+            for shard, part in zip(plan.shards, held, strict=True)
+        ]
+        if shards != list(plan.shards):
+            plan = replace(plan, shards=tuple(shards))
         setup.optimizer.initialise()
-        scheduler = None if setup.task.scheduler is None else TaskScheduler(setup.task, setup.optimizer, setup.members)
-        stopped = StoppedMembers(setup.task, setup.members, setup.array, setup.optimizer)
-        saved = None if self.saves is None else self.saves.load(index, plan, scheduler)
+        scheduler: Any = task.scheduler
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            makes = scheduler if callable(scheduler) else [scheduler[member] for member in setup.members]
+            scheduler = PerMember(setup.optimizer, makes)
+        stopped = StoppedMembers(task, setup.members, setup.array, setup.optimizer)
+        saved = None if self.saves is None else self.saves.load(index, plan, scheduler, stopped.best)
         # Gradients from before the run do not belong to it.
         setup.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
-        sizes = [memory_of(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
-        files = [self._file(folder, index, shard, size) for shard, size in enumerate(sizes)]
+        files: list[Path | None] = []
+        for shard in plan.shards:
+            size = memory_of(plan.host_bytes(shard.index), pinned=pinned)
+            fits = self._room >= size
+            self._room -= size if fits else 0
+            files.append(None if fits else self._folder.file(f"{index}-{shard.index}"))
         state = TaskTensors(named_tensors, held, setup.optimizer, files, pinned=pinned, carried=plan.carried)
         # Called after `state.close`, when the tensors have their own memory again.
         stack.callback(stopped.put_back)
         stack.callback(state.close)
-        if setup.task not in self._seeds:
-            drawn = torch.randint(1 << 62, (), device="cpu") if setup.task.seed is None else setup.task.seed
-            self._seeds[setup.task] = int(drawn)
-        seed = self._seeds[setup.task]
-        streams = [stream] if evaluation is None else [stream, evaluation]
-        eager = self._eager_reason(index, recipe, saved)
-        training = self._training(index, state, names, streams, limits, seed if saved is None else saved["seed"], eager)
-        if isinstance(training, ResidentTraining):
+        if task not in self._seeds:
+            drawn = torch.randint(1 << 62, (), device="cpu") if task.seed is None else task.seed
+            self._seeds[task] = int(drawn)
+        seed = self._seeds[task] if saved is None else saved["seed"]
+        eager = eager_reason(setup, plan, draws=recipe.random)
+        if task.compile is None and saved is not None and plan.resident:
+            eager = "" if saved["compiled"] else "it was eager before its checkpoint, and goes on so"
+        if eager:
+            self.eager[index] = eager
+        arguments = plan, state, names, stream, streams[1] if streams[1:] else None, limits, seed
+        training: Training
+        if plan.resident:
+            slices = Slices.of(plan, alone=len(self.arrangements) == 1)
+            training = ResidentTraining(*arguments, arrangement=setup, slices=slices, eager=eager)
             stack.callback(training.step.close)
-        listen = None if self._listen is None else partial(self.note, index)
-        callbacks = self._on_result, self._asking, listen
-        border = Border(setup, plan, training, streams, scheduler, stopped, *callbacks)
+        else:
+            training = Training(*arguments)
+        listen = partial(self.note, index)
+        border = Border(
+            setup, plan, training, streams, scheduler, stopped, self._on_result, self._asking, listen, plain(rates)
+        )
         if saved is not None:
             resume_from(saved, border)
-        border.note(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(stopped.steps)))
+        listen(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(stopped.steps)))
         self._note_end(border)
         return border
 
     def _note_end(self, border: Border) -> None:
         if border.training.over or border.training.minibatches == border.plan.steps:
-            border.note(ArrayNote("finished", border.training.minibatches))
-
-    def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:
-        """Return the plan of an array with the owners of borrowed tensors, known only from the captured programs."""
-        plan, owners = self.plan.tasks[index], [tuple(sorted({*part.borrowed.values()})) for part in held]
-        if owners == [shard.borrows for shard in plan.shards]:
-            return plan
-        shards = [replace(part, borrows=lenders) for part, lenders in zip(plan.shards, owners, strict=True)]
-        return replace(plan, shards=tuple(shards))
-
-    def _eager_reason(self, index: int, recipe: Recipe, saved: Mapping[str, Any] | None) -> str:
-        """Return why an array runs eagerly. With ``compile=None`` a resumed run keeps its earlier decision."""
-        arrangement, plan = self.arrangements[index], self.plan.tasks[index]
-        if arrangement.task.compile is None and saved is not None:
-            return spilled_reason(plan) if saved["compiled"] else "it was eager before its checkpoint, and goes on so"
-        return eager_reason(arrangement, plan, draws=recipe.random)
-
-    def _training(
-        self,
-        index: int,
-        state: TaskTensors,
-        names: Mapping[str, str],
-        streams: Sequence[Stream],
-        limits: Tensor | None,
-        seed: int,
-        eager: str,
-    ) -> Training:
-        """Return the training of an array; ``eager``: why its minibatches are not compiled steps, empty if they are."""
-        arrangement, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
-        arguments = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
-        if eager:
-            self.eager[index] = eager
-        if not plan.resident:
-            return Training(*arguments)
-        slices = Slices.of(plan, alone=len(self.arrangements) == 1)
-        return ResidentTraining(*arguments, arrangement=arrangement, slices=slices, eager=eager)
-
-    def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
-        """Return a spill file for a shard that exceeds the host memory budget, otherwise None."""
-        self._room -= size
-        if self._room >= 0:
-            return None
-        self._room += size
-        return folder.file(f"{task}-{shard}")
+            border.listen(ArrayNote("finished", border.training.minibatches))
 
     def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
@@ -290,11 +278,7 @@ class _TrainRun:
             # A callback may have failed after the last unit.
             done = [index for index in range(len(self.trainings)) if index != failed.task and engine.done(index)]
             report = self._report(engine, done)
-            names = ", ".join(report) or "none"
-            raise TrainError(
-                f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",
-                report,
-            ) from cause
+            raise TrainError.of([name], cause or failed, report) from cause
         return self._report(engine, list(range(len(self.trainings))))
 
     def _handle_unit_end(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
@@ -303,13 +287,11 @@ class _TrainRun:
         if self.saves is not None and border.plan.trained(unit):
             self.saves.bound(index, unit.step + 1)
         border.ended(unit, lambda: worker.stopping)
-        if bars is not None and unit.phase is Phase.BACKWARD and unit.shard == 0:
-            bars.advance(index)
-        if border.training.over:
-            if bars is not None:
-                bars.advance(index, over=True)
-            if self.saves is not None:
-                self._save(index, unit)
+        over = border.training.over
+        if bars is not None and (over or (unit.phase is Phase.BACKWARD and unit.shard == 0)):
+            bars.reach(index, border.training.minibatches, over=over)
+        if over and self.saves is not None:
+            self._save(index, unit)
 
     def _save(self, index: int, unit: Unit) -> None:
         assert self.saves is not None
@@ -350,10 +332,10 @@ class _TrainRun:
             losses,
             evaluated,
             border.stopped.steps,
-            self._rates[index],
+            border.rates,
             ((setup.members, setup.array),),
             (self._array_report(index),),
-            torch.tensor(best.epochs, device="cpu") if task.restores_best and best is not None else None,
+            torch.tensor(best.epochs, device="cpu") if task.restores_best else None,
         )
 
     def _array_report(self, index: int) -> ArrayReport:

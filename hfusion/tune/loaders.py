@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept
-from hfusion.tasks.reading import generators, length, reading, restart_workers
+from hfusion.tasks.reading import generators, generators_kept, length, reading, restart_workers
 
 
 class Loaders:
@@ -82,16 +82,11 @@ def _equal_leaves(first: Any, second: Any) -> bool:
 def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
     """Context manager: seed torch and the loader's generators with ``seed``, and restore all of them at the end."""
     restart_workers(loader)
-    states = [(generator, generator.get_state()) for generator in generators(loader)]
-    with draws_kept():
+    with draws_kept(), generators_kept(loader):
         seed_in_use(seed)
-        for generator, _ in states:
+        for generator in generators(loader):
             generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
+        yield
 
 
 def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Generator[tuple[Any, Any]]:

@@ -22,9 +22,9 @@ from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, line
 from hfusion.passes.cost.flops import SymbolSizes
 from hfusion.passes.partition.segments import Segment, Segments
+from hfusion.schedule.engine import simulate
 from hfusion.schedule.lower import host_bytes
 from hfusion.schedule.plan import Plan, Shard, TaskPlan
-from hfusion.schedule.simulate import simulate
 
 
 @dataclass(frozen=True)

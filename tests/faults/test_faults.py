@@ -124,7 +124,7 @@ def test_a_fault_in_one_task(fault: str, resident: bool, on: hf.Machine) -> None
         bad.loader.epochs.clear()
     with (
         nothing_left(on),
-        pytest.raises(hf.TrainError, match=r"task 'bad' failed: .*; finished before: good ") as raised,
+        pytest.raises(hf.TrainError, match=r"task 'bad' failed: .*; finished: good ") as raised,
     ):
         hf.train(tasks, on, "fifo", plan=plan)
     cause, report = raised.value.__cause__, raised.value.report
@@ -175,7 +175,7 @@ def test_a_task_that_failed_at_its_very_end_has_not_finished(on: hf.Machine) -> 
     """All its units have run when its last callback fails."""
     bad = task(array(0), Way(), LOADER, "bad", callbacks=[at_the_end])
     for count in (1, 2):
-        with nothing_left(on), pytest.raises(hf.TrainError, match="finished before: none") as raised:
+        with nothing_left(on), pytest.raises(hf.TrainError, match="finished: none") as raised:
             hf.train([bad], on, plan=planned([bad], on, [count], [False]))
         assert not raised.value.report
 

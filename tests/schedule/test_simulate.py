@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act
+from hfusion.schedule.engine import simulate
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Policy, State
-from hfusion.schedule.simulate import simulate
 from tests.schedule.compared import COMPARED, MIXES, plan_of
 from tests.shards import plans, task
 

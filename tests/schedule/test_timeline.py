@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfusion.schedule.actions import Act
+from hfusion.schedule.engine import simulate
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.simulate import simulate
 from hfusion.schedule.timeline import Span, Timeline, TimelineError
 from tests.shards import plans, task
 
