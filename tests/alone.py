@@ -169,7 +169,7 @@ class Member:
             group["lr"] = own.lr
         self.scheduler = None if own.schedule is None else own.schedule(self.opt)
         self.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
-        self.frozen = self.spoilt = False
+        self.frozen = False
         self.age = self.calls = 0
         self.before: dict[str, Tensor] = {}
         self.kind: tuple[int, int] = 0, 0
@@ -188,7 +188,7 @@ class Member:
             if mine is not None and other is not None and mine.state_dict():
                 other.load_state_dict(copy.deepcopy(mine.state_dict()))
         twin.kind = self.kind
-        twin.frozen, twin.spoilt, twin.age, twin.calls = self.frozen, self.spoilt, self.age, self.calls
+        twin.frozen, twin.age, twin.calls = self.frozen, self.age, self.calls
         twin.before = {name: tensor.clone() for name, tensor in self.before.items()}
         return twin
 
@@ -197,13 +197,15 @@ class Member:
         if self.calls == 0:
             self.opt.zero_grad()
             self.model.zero_grad()
-            self.before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         output = self.model(inputs)
         if weights is None:
             value = self.loss(output, target)
         else:
             value = (self.loss(output, target, reduction="none") * weights).sum() / weights.sum()
-        self.spoilt |= not bool(value.detach().isfinite())
+        if self.nonfinite != "ignore" and not bool(value.detach().isfinite()):
+            self.undo_call()
+            return value.detach(), False
         part = value / self.own.accumulate
         (part if self.scaler is None else self.scaler.scale(part)).backward()
         self.calls += 1
@@ -217,11 +219,8 @@ class Member:
         if self.scaler is not None:
             self.scaler.unscale_(self.opt)
         finite = all(bool(p.grad.isfinite().all()) for p in self.trained if p.grad is not None)
-        if self.nonfinite != "ignore" and (self.spoilt or (self.scaler is None and not finite)):
-            self.frozen = self.nonfinite == "freeze"
-            self.forget_calls()
-            if self.scaler is not None:
-                self.scaler.update()
+        if self.nonfinite != "ignore" and self.scaler is None and not finite:
+            self.undo_call()
             return
         if self.own.value < math.inf:
             nn.utils.clip_grad_value_(self.trained, self.own.value)
@@ -233,15 +232,16 @@ class Member:
             self.scaler.step(self.opt)
             self.scaler.update()
         self.age += finite or self.scaler is None
-        self.calls, self.spoilt = 0, False
+        self.calls = 0
 
-    def forget_calls(self) -> None:
-        """Begin the present update again."""
+    def undo_call(self) -> None:
+        """Undo a call that was not finite, and the update that it is part of."""
+        self.frozen = self.nonfinite == "freeze"
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                if self.calls and name in self.before:
+                if name in self.before:
                     buffer.copy_(self.before[name])
-        self.calls, self.spoilt = 0, False
+        self.calls = 0
 
     def step_schedule(self, metric: float) -> None:
         if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):

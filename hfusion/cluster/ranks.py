@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import pairs
-from hfusion.population.members import EventKind
+from hfusion.population.members import EventKind, new_names
 from hfusion.population.population import Population
 from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import member_tensors
@@ -181,13 +181,11 @@ def _put(population: Population, row: int, member: dict[str, Any]) -> None:
     group.drop_gradients()
     name = group.table["tag"][row]
     for kind, table in own.items():
-        if table is not group.table:
-            table.put([row], received[kind])
-    group.put_rows([row], received["member"])
+        table.put([row], received[kind])
     if group.scheduler is not None:
         group.scheduler.load_member(row, member["scheduler"])
     if is_new := name is None:
-        (name,) = population._names.given([None], population.tags)
+        (name,) = new_names([None], population.tags, population._history)
     group.table.enter(row, name, row)
     if is_new:
         group.table.note(row, EventKind.START)

@@ -6,18 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 
-def numbers(metrics: Tensor | Sequence[float], rows: int) -> list[float]:
-    """A metric for each row, as Python floats. Raises ValueError for another number of them."""
-    if not isinstance(metrics, Tensor):
-        metrics = torch.tensor(metrics, dtype=torch.float64, device="cpu")
-    values: list[float] = metrics.tolist()
-    if len(values) != rows:
-        raise ValueError(f"{len(values)} metrics for a population of {rows} rows: give one for each row")
-    return values
+def numbers(name: str, values: Tensor | Sequence[float], rows: int) -> list[float]:
+    """Return a number for each row, in double precision. Raises ValueError, with ``name``, for other values."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().reshape(-1).tolist()
+    try:
+        found = [float(value.detach() if isinstance(value, Tensor) else value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={values!r}: give a number for each of {rows} rows") from error
+    if len(found) != rows:
+        raise ValueError(f"{name} has {len(found)} values for {rows} rows: give one for each")
+    return found
 
 
 def is_better(value: float, best: float, mode: str, least: float) -> bool:
@@ -75,7 +77,7 @@ class Patience:
 
     def __call__(self, population: TaggedMembers, metrics: Tensor | Sequence[float]) -> list[int]:
         """The rows of members whose patience is over, given a metric ``[rows]``; NaN is no improvement."""
-        values = numbers(metrics, len(population))
+        values = numbers("metrics", metrics, len(population))
         if self.restore_best:
             population.best.update(values, mode=self.mode, least=self.least)
             waited: Sequence[int] = population.best.waited.tolist()

@@ -20,8 +20,8 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import call_arguments, is_stacked, take_entries
 from hfusion.core.layout import member_values, values_of
-from hfusion.population.evaluation import check_entries, evaluating_model, joined_batches, number, pair_of, with_row
-from hfusion.population.plain_group import of_row
+from hfusion.population.evaluation import check_entries, joined_batches, number, pair_of
+from hfusion.population.plain_group import evaluating_model, of_row, with_row
 from hfusion.population.population import Population
 from hfusion.population.training_group import copied_member
 from hfusion.population.weights import check_member_weights
@@ -207,45 +207,30 @@ def joined_rows(outputs: Sequence[Any], rows: Sequence[Sequence[int | None]], or
         ValueError: outputs of groups differ in structure, shape or dtype.
     """
     flat = [pytree.tree_flatten_with_path(output) for output in outputs]
-    spec = flat[0][1]
-    for (_, other), of_group in zip(flat, rows, strict=True):
-        if other != spec:
-            raise _unlike("outputs", pytree.treespec_pprint(spec), pytree.treespec_pprint(other), rows[0], of_group)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    joined = [_joined([leaf for _, leaf in column], pytree.keystr(column[0][0]), rows, order) for column in columns]
-    return pytree.tree_unflatten(joined, spec)
+    kinds = [{f"output{pytree.keystr(path)}": _kind(leaf) for path, leaf in leaves} for leaves, _ in flat]
+    for kind, (_, spec), of_group in zip(kinds, flat, rows, strict=True):
+        if kind != kinds[0] or spec != flat[0][1]:
+            live, other = ([row for row in members if row is not None] for members in (rows[0], of_group))
+            raise ValueError(
+                f"{kinds[0]} of the members in rows {live}, {kind} of those in rows {other}. Members are averaged if "
+                "their outputs have one shape and dtype: choose such rows by weights="
+            )
+    columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
+    counts = [len(of_group) for of_group in rows]
+    return pytree.tree_unflatten([_joined(column, counts, order) for column in columns], flat[0][1])
 
 
-def _joined(leaves: Sequence[Any], path: str, rows: Sequence[Sequence[int | None]], order: Tensor | None) -> Any:
-    kind = _kind(leaves[0])
-    for leaf, of_group in zip(leaves, rows, strict=True):
-        if _kind(leaf) != kind:
-            raise _unlike(f"output{path}", _shown(leaves[0]), _shown(leaf), rows[0], of_group)
-    if not isinstance(leaves[0], Tensor):
-        pairs = zip(leaves, rows, strict=True)
-        each = [value for leaf, of_group in pairs for value in values_of(leaf, len(of_group))]
-        return member_values(each if order is None else [each[index] for index in order.tolist()])
-    values = torch.cat(list(leaves)) if len(leaves) > 1 else leaves[0]
-    return values if order is None else values[order.to(values.device)]
+def _joined(leaves: Sequence[Any], counts: Sequence[int], order: Tensor | None) -> Any:
+    if isinstance(leaves[0], Tensor):
+        values = torch.cat(list(leaves)) if len(leaves) > 1 else leaves[0]
+        return values if order is None else values[order.to(values.device)]
+    each = [value for leaf, count in zip(leaves, counts, strict=True) for value in values_of(leaf, count)]
+    return member_values(each if order is None else [each[index] for index in order.tolist()])
 
 
-def _kind(leaf: Any) -> Any:
-    """Return the properties that members' outputs must share."""
-    return (leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else None
-
-
-def _shown(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
-def _unlike(
-    source: str, first: Any, other: Any, rows: Sequence[int | None], other_rows: Sequence[int | None]
-) -> ValueError:
-    live, other_live = ([row for row in member_rows if row is not None] for member_rows in (rows, other_rows))
-    return ValueError(
-        f"{source}: {first} of the members in rows {live}, {other} of those in rows {other_live}. Members are averaged "
-        "where they give outputs of one shape and dtype: choose such rows by weights=, or let the models give them"
-    )
+def _kind(leaf: Any) -> str:
+    """Describe what members' outputs must share."""
+    return f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else "a value"
 
 
 # Greedy selection of the members of an ensemble.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import row_of_leaf
@@ -62,23 +63,15 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def check_entries(values: Any, rows: int) -> None:
-    """Raise a ValueError unless each stacked tensor in nested ``values`` has ``rows`` entries."""
+def check_entries(values: Any, rows: int | Sequence[int]) -> None:
+    """Raise a ValueError unless each stacked tensor in nested ``values`` has an entry for each of ``rows``."""
+    if isinstance(rows, int):
+        expected, owner = rows, f"a population of {rows} rows"
+    else:
+        expected, owner = len(rows), f"rows={list(rows)}"
     for entries in entry_counts(values):
-        if entries != rows:
-            raise ValueError(
-                f"a stacked argument has {entries} entries for a population of {rows} rows: give one for each row"
-            )
-
-
-def check_stacked(arguments: Any, rows: Sequence[int]) -> None:
-    """Raise a ValueError unless every stacked tensor has an entry for each of ``rows``."""
-    for count in entry_counts(arguments):
-        if count != len(rows):
-            raise ValueError(
-                f"a stacked argument holds {count} entries, and rows={list(rows)} names {len(rows)} "
-                "members: give one entry for each of them, in that order"
-            )
+        if entries != expected:
+            raise ValueError(f"a stacked argument has {entries} entries for {owner}: give one for each, in that order")
 
 
 def _group_outputs(population: Population, loader: Iterable[Any]) -> dict[int, Outputs]:
@@ -114,31 +107,20 @@ def _parted(
     population: Population, group: TrainingGroup, error: ForwardsDiffer, outputs: dict[int, Outputs]
 ) -> list[TrainingGroup]:
     """Split a group, divide its earlier outputs among the new groups, and return these."""
-    rows, before = list(group.rows), outputs.pop(group.number)
+    before, outputs_before = list(group.rows), outputs.pop(group.number)
     parts = part(population, group, error)
     for new in parts:
-        outputs[new.number] = [_rows_of(batch, [rows.index(row) for row in new.rows]) for batch in before]
+        rows = [before.index(row) for row in new.rows]
+        outputs[new.number] = [
+            (pytree.tree_map(partial(_leaf_rows, rows=rows), values), take_entries(target, rows))
+            for values, target in outputs_before
+        ]
     return parts
 
 
-def _rows_of(batch: tuple[Any, Any], rows: list[int]) -> tuple[Any, Any]:
-    """Return ``rows`` of the outputs, and of stacked tensors of the target."""
-    outputs, target = batch
-    chosen = pytree.tree_map(lambda leaf: _leaf_rows(leaf, rows), outputs)
-    return chosen, pytree.tree_map(
-        lambda leaf: _leaf_rows(leaf, rows) if isinstance(leaf, StackedInput | Ragged) else leaf,
-        target,
-        is_leaf=is_stacked,
-    )
-
-
 def _leaf_rows(leaf: Any, rows: list[int]) -> Any:
-    if isinstance(leaf, Ragged):
-        return Ragged([leaf[row] for row in rows])
-    if isinstance(leaf, StackedInput):
-        return StackedInput(leaf.tensor[rows])
-    if isinstance(leaf, Listed):
-        return member_values([leaf[row] for row in rows])
+    if isinstance(leaf, Listed | Ragged):
+        return (Ragged if isinstance(leaf, Ragged) else member_values)([leaf[row] for row in rows])
     return leaf[rows] if isinstance(leaf, Tensor) else leaf
 
 
@@ -274,22 +256,3 @@ def number(value: Any, source: str = "the metric", subject: str = "one member") 
     except (TypeError, ValueError, OverflowError) as error:
         shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
         raise ValueError(f"{source} must give a number for {subject}, got {shown}") from error
-
-
-@contextmanager
-def evaluating_model(model: nn.Module) -> Iterator[None]:
-    """Context manager: a model is in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def with_row(value: Any) -> Any:
-    """Return nested ``value`` with a leading dim of 1 added to every tensor."""
-    if isinstance(value, Tensor):
-        return value.unsqueeze(0)
-    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)

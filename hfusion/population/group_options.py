@@ -32,8 +32,8 @@ class GroupOptions:
         schedules: the function that makes each initial member's scheduler; None without schedulers.
         scaler: the scaler, with the scales of the initial members; None without one.
         numbers: the gradient limits and the numbers of calls per update of the initial members, in columns.
-        initial_limits, initial_calls: those that all members began with, the defaults of joining members; None where
-            they differed. A limit is missing where nothing is clipped by it.
+        initial: by the name of such a column the value that all members began with, the default of joining members;
+            None where they differed. A limit is missing where nothing is clipped by it.
         initial_hypers: after a load, the hyper-parameters of each param group that the saved members once began with;
             None: those that ``optimizer`` sets.
         others: see `hfusion.Population`.
@@ -74,10 +74,10 @@ class GroupOptions:
         self.scaler = copy.deepcopy(scaler)
         if self.scaler is not None:
             self.scaler.begin(total)
-        limits = check_limits(total, clip_norm=clip_norm, clip_value=clip_value)
-        self.numbers = MemberTable(total, {**limits, "calls": check_calls(accumulate, total)})
-        self.initial_limits: dict[str, float | None] = {name: common_value(v) for name, v in limits.items()}
-        self.initial_calls: int | None = common_value(self.numbers["calls"])
+        self.numbers = MemberTable(
+            total, check_numbers(total, clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
+        )
+        self.initial: dict[str, Any] = {name: common_value(column) for name, column in self.numbers.columns.items()}
         self.initial_hypers: list[dict[str, float | None]] | None = None
 
     def schedule_of_new(self, scheduler: Make | None) -> Make | None:
@@ -89,6 +89,24 @@ class GroupOptions:
         if scheduler is None and any(make is not self.schedules[0] for make in self.schedules):
             raise ValueError("the members' schedules differ: say what those of members that join are, scheduler=...")
         return scheduler or self.schedules[0]
+
+    def numbers_of_new(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the columns of numbers of a joining member; one that is None is what all members began with.
+
+        Raises ValueError for one that the population lacks, that is missing because members began with different ones,
+        or that is invalid.
+        """
+        values = {}
+        for name, value in given.items():
+            if name in self.initial:
+                values[name] = self.initial[name] if value is None else value
+                if values[name] is None:
+                    raise ValueError(
+                        f"{name} differs between the members: say what it is for those that join, {name}=..."
+                    )
+            elif value is not None:
+                raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
+        return check_numbers(1, **values)
 
     def optimizer_of(self, module: Any, rows: Sequence[int]) -> FusedOptimizer:
         """Make the optimizer of a group whose members began in ``rows``. Raises ValueError for one of another kind.
@@ -122,46 +140,33 @@ def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = Fals
     return float(value[index]) if isinstance(value[index], torch.Tensor) else value[index]
 
 
-def check_limits(rows: int, **given: HyperValue | None) -> dict[str, Tensor]:
-    """Return the limits that are given, by name. Raises ValueError for a wrong number of values, or a value below 0."""
-    limits = {}
+def check_numbers(rows: int, **given: Any) -> dict[str, Tensor]:
+    """Return the numbers that are not None, as a column ``[rows]`` each.
+
+    Args:
+        rows: the number of members.
+        given: ``accumulate``, and limits of gradients: one value, or one for each member.
+
+    Raises:
+        ValueError: a wrong number of values, a limit below 0, or ``accumulate`` below 1.
+    """
+    columns = {}
     for name, value in given.items():
-        if value is not None:
-            limits[name] = values = plain(member_vector(name, value, rows))
-            if not bool((values >= 0).all()):
-                raise ValueError(f"{name}={values.tolist()}: every limit must be at least 0")
-    return limits
+        if name == "accumulate":
+            calls = value.tolist() if isinstance(value, Tensor) else value
+            calls = [calls] * rows if isinstance(calls, int) else list(calls or ())
+            if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in calls):
+                raise ValueError(f"accumulate={value}: at least one call of step makes an update, and a whole number")
+            if len(calls) != rows:
+                raise ValueError(f"accumulate has {len(calls)} values for {rows} members: give one, or one for each")
+            columns[name] = torch.tensor(calls, dtype=torch.int64, device="cpu")
+        elif value is not None:
+            columns[name] = plain(member_vector(name, value, rows))
+            if not bool((columns[name] >= 0).all()):
+                raise ValueError(f"{name}={columns[name].tolist()}: every limit must be at least 0")
+    return columns
 
 
 def common_value(values: Tensor) -> Any:
     """Return the value that all rows have; None if they differ."""
     return values[0].item() if bool((values == values[0]).all()) else None
-
-
-def limits_of_new(initial: Mapping[str, float | None], **given: HyperValue | None) -> dict[str, Tensor]:
-    """Return the limits of a member that starts; one that is not given is what all members began with.
-
-    ``initial``: the limits that all members began with, by name; None where they differed.
-
-    Raises ValueError for None if members began with different limits, or for a limit that the population lacks.
-    """
-    for name, value in given.items():
-        if name not in initial and value is not None:
-            raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
-        if name in initial and value is None and initial[name] is None:
-            raise ValueError(
-                f"{name} differs between the members: say what it is for those that join, {name}=...; "
-                'float("inf") clips nothing'
-            )
-    return check_limits(1, **{name: initial[name] if given[name] is None else given[name] for name in initial})
-
-
-def check_calls(calls: int | Sequence[int] | Tensor | None, members: int) -> Tensor:
-    """Return how many calls make an update, int64 ``[members]``. Raises ValueError for invalid or too few ``calls``."""
-    values = calls.tolist() if isinstance(calls, Tensor) else calls
-    values = [values] * members if isinstance(values, int) else list(values or ())
-    if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in values):
-        raise ValueError(f"accumulate={calls}: at least one call of step makes an update, and a whole number of them")
-    if len(values) != members:
-        raise ValueError(f"accumulate has {len(values)} values for {members} members: give one, or one for each")
-    return torch.tensor(values, dtype=torch.int64, device="cpu")

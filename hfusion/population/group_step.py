@@ -16,10 +16,10 @@ from hfusion.core.errors import ForwardsDiffer
 from hfusion.device.backend import backend
 from hfusion.optim.hyper import HyperValue
 from hfusion.population.evaluation import check_entries
-from hfusion.population.group_options import limits_of_new, value_of
+from hfusion.population.group_options import check_numbers
 from hfusion.population.grouping import part
 from hfusion.population.members import nonfinite
-from hfusion.population.training_group import DeferredUpdates, TrainingGroup
+from hfusion.population.training_group import Deferred, TrainingGroup
 from hfusion.step.memory_budget import state_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 
 def step_groups(
-    population: Population, inputs: Any, target: Any, rows: Sequence[int] | None, weights: Any, keywords: dict[str, Any]
+    population: Population,
+    inputs: Any,
+    target: Any,
+    rows: Sequence[int] | None,
+    weights: Any,
+    keywords: dict[str, Any],
+    deferred: Deferred | None,
 ) -> Tensor:
     """Train the members of several groups for one step; see `Population.step`."""
     if rows is None:
@@ -44,13 +50,12 @@ def step_groups(
     workers, groups = population._workers, population._held_groups
     all_step = rows is None and weights is None
     with (
-        one_update(population) as deferred,
         GroupDraws(_device(groups)) as draws,
         workers.step(
             groups, draws, (lambda group: arguments_of(group, group.entries(entries))) if all_step else None
         ) as losses,
     ):
-        queue, before, after = deque(workers.owned_here(groups)), population.steps, population.steps
+        queue = deque(workers.owned_here(groups))
         while queue:
             group = queue.popleft()
             chosen = [local for local, row in enumerate(group.rows) if row in entries]
@@ -59,7 +64,7 @@ def step_groups(
             whole = len(chosen) == len(group.live)
             places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
             x, y, named = arguments_of(group, places)
-            group.deferred, population._history.step = deferred, before
+            group.deferred = deferred
             try:
                 with draws.of_group(group.key), workers.at_home(group):
                     losses[group.number] = group.step(
@@ -69,7 +74,6 @@ def step_groups(
                 queue.extendleft(reversed(part(population, group, error, None if whole else chosen)))
             finally:
                 group.deferred = None
-                after = population._history.step = max(after, population._history.step)
     like = next(iter(losses.values()))
     no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
     # Groups may have parted. The layout is kept, so that members need not come home.
@@ -86,32 +90,28 @@ def _note_memory(population: Population) -> None:
 
 
 @contextmanager
-def one_update(population: Population) -> Iterator[DeferredUpdates | None]:
+def one_update(population: Population) -> Iterator[Deferred | None]:
     """Context manager: the updates of several groups count as one.
 
     With ``on_nonfinite="raise"`` this yields what the groups defer, and makes these updates at the end. If values of
-    members are not finite, it raises a NonFiniteError before the first, and the groups give up their updates.
+    members are not finite, it raises a NonFiniteError before the first, and all are what they were before.
     """
-    history, deferred = population._history, None
-    if population._parted and population._options.on_nonfinite == "raise":
-        deferred = DeferredUpdates()
-    yield deferred
-    if deferred is None:
-        return
-    before, bad = history.step, list[tuple[int, str]]()
-    for group, losses, due in deferred.updates:
-        found = group.bad_members(losses, due)
-        for local in [] if found is None else found.nonzero().reshape(-1).tolist():
-            bad.append((group.rows[local] or 0, group.table.tag(local)))
-    if bad:
-        for group in dict.fromkeys([*deferred.stepped, *(group for group, _, _ in deferred.updates)]):
-            group.give_up()
-        raise nonfinite(bad, before)
-    for group, losses, due in deferred.updates:
-        group.deferred, history.step = None, before
-        group._update(losses, due)
-    for write in deferred.writes:
-        write()
+    deferred = Deferred() if population._options.on_nonfinite == "raise" else None
+    try:
+        yield deferred
+        bad = [
+            (group.rows[local] or 0, group.table.tag(local))
+            for group, found, _ in deferred or ()
+            for local in ([] if found is None else found.nonzero().reshape(-1).tolist())
+        ]
+        if deferred and bad:
+            for group, _, _ in deferred:
+                group.restore_all()
+            raise nonfinite(bad, population.steps)
+        for _, _, end in deferred or ():
+            end()
+    finally:
+        population._history.end_step()
 
 
 def _device(groups: Sequence[TrainingGroup]) -> torch.device:
@@ -126,25 +126,22 @@ def flush(population: Population) -> bool:
     """
     flushed = False
     with population._lock, one_update(population) as deferred:
-        before = after = population.steps
         for group in population._groups:
-            group.deferred, population._history.step = deferred, before
+            group.deferred = deferred
             try:
                 flushed |= group.flush()
             finally:
                 group.deferred = None
-                after = population._history.step = max(after, population._history.step)
     return flushed
 
 
 def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) -> None:
     """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
+    limits = check_numbers(len(rows), clip_norm=norms)["clip_norm"]
     with population._lock:
-        for index, row in enumerate(rows):
+        for row, limit in zip(rows, limits, strict=True):
             group, local = population._layout.slot_of(row)
-            norm = value_of("norms", norms, index, len(rows))
-            known: dict[str, float | None] = {"clip_norm": None} if "clip_norm" in group.table else {}
-            group.table["clip_norm"][local] = limits_of_new(known, clip_norm=norm)["clip_norm"][0]
+            group.table["clip_norm"][local] = limit
 
 
 _WORD = (1 << 63) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare
 from hfusion.capture.python_differences import differing_attributes
-from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable
+from hfusion.core.row_indices import is_row, rows_of
+from hfusion.optim.lr_scheduler import Make, one_for_each
+from hfusion.population.group_options import value_of
+from hfusion.population.members import EventKind, check_start, listed, new_names
+from hfusion.population.plain_group import group_of, plain_group
+from hfusion.population.training_group import TrainingGroup, signature
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
-    from hfusion.population.training_group import TrainingGroup
 
 # Maximum length of a reason: the messages of a capture name all attributes in which members differ.
 _LONGEST = 300
@@ -114,12 +118,6 @@ class Candidates:
 
 UNIQUE = "no other member has its modules and shapes"
 TWINS = "members of the same modules and shapes"
-
-
-def signature(model: nn.Module) -> Any:
-    """Return a key that members of an array share: classes, modes, shapes, dtypes, devices."""
-    modules = tuple((path, type(m).__name__, m.training) for path, m in model.named_modules(remove_duplicate=False))
-    return modules, tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors(model))
 
 
 def shortened(reason: str) -> str:
@@ -257,9 +255,8 @@ def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTab
     """Write the training state of a member to a row of a group that has its model already, and what it lacks here."""
     group.optimizer.put([row], tables)
     for name, table in group.own_tables().items():
-        if name in tables and table is not group.table:
+        if name in tables:
             table.put([row], tables[name])
-    group.put_rows([row], tables["member"])
 
 
 def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
@@ -300,7 +297,7 @@ def _unite(population: Population, target: TrainingGroup, groups: Sequence[Train
     try:
         if target.is_plain:
             index = population._groups.index(target)
-            united = population._group_of([copy_member_state(target, 0), *states], ())
+            united = _group_of(population, [copy_member_state(target, 0), *states], ())
             population._add(united, [target.live[0], *rows], TWINS, index)
             target.release([0])
         else:
@@ -323,6 +320,117 @@ def _receive(target: TrainingGroup, states: Sequence[MemberState], rows: Sequenc
         target.rows[place] = row
 
 
+def _group_of(population: Population, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
+    """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
+    models, rows = [state.model for state in states], [0] * len(states)
+    group = group_of(models, population._options, rows, shared, population._history)
+    for row, state in enumerate(states):
+        put_member_state(group, row, state.tables)
+    return group
+
+
+# Members that start in a population, or become copies of others.
+
+
+def start(
+    population: Population,
+    row: int | Sequence[int] | None,
+    model: nn.Module | Sequence[nn.Module],
+    tag: str | Sequence[str] | None,
+    scheduler: Make | Sequence[Make] | None,
+    numbers: Mapping[str, Any],
+    hypers: Mapping[str, Any],
+) -> Any:
+    """Add models as plain members, which then join groups of members like them; see `Population.start`.
+
+    ``numbers``: the limits of gradients and ``accumulate``, None where members that join get the common one.
+    """
+    models = listed("model", model, nn.Module)
+    tags = [None] * len(models) if tag is None else listed("tag", tag, str)
+    taken, count = population.tags, len(models)
+    rows = (population._layout.free or [len(population)])[:1] if row is None else rows_of(row, len(population))
+    check_start(rows, tags, taken, count)
+    grouped(models)
+    makes = [None] * count if scheduler is None else one_for_each(scheduler, count)
+    shared = shared_frozen(models, [group.model for group in population._groups])
+    pairs_of = {h.key for group in population._groups for h in group.optimizer.hypers if h.index is not None}
+    options, history, new = population._options, population._history, list[TrainingGroup]()
+    events = len(history.events)
+    try:
+        names = new_names(tags, taken, history)
+        for index, joining in enumerate(models):
+            own_numbers = {name: value_of(name, given, index, count) for name, given in numbers.items()}
+            own = {key: value_of(key, given, index, count, pair=key in pairs_of) for key, given in hypers.items()}
+            member = plain_group(joining, options, 0, shared, history)
+            member.begin_anew(makes[index], own_numbers, own)
+            new.append(member)
+        for new_row, name, member in zip(rows, names, new, strict=True):
+            population._add(member, [new_row], "", names=[name])
+            member.table.note(0, EventKind.START)
+        settle(population, new)
+        if sum(bool(group.live) for group in population._groups) > 1:
+            population.check_hooks()
+    except BaseException:
+        del history.events[events:]
+        for group in population._groups:
+            group.release(local for local, of_local in enumerate(group.rows) if of_local in rows)
+        population._changed()
+        raise
+    population._size = max(population._size, *(each + 1 for each in rows))
+    population._changed()
+    return rows[0] if row is None or is_row(row) else rows
+
+
+def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy members by pairs of rows; see `Population.copy`."""
+    moves = [(source, target) for source, target in pairs if source != target]
+    layout = population._layout
+    for source, _ in moves:
+        group, local = layout.slot_of(source)
+        if bool(group.table["frozen"][local]):
+            tag = group.table.tag(local)
+            raise ValueError(f"{tag!r} in row {source} went bad and is frozen: copy a healthy member")
+    tags = layout.tags
+    free = [target for _, target in moves if tags[target] is None]
+    names = dict(zip(free, new_names([None] * len(free), tags, population._history), strict=True))
+    copies: dict[TrainingGroup, list[tuple[int, int]]] = {}
+    alone: list[tuple[int, MemberState]] = []
+    for source, target in moves:
+        group, local = layout.slot_of(source)
+        if group.is_plain:
+            alone.append((target, copy_member_state(group, local)))
+        else:
+            copies.setdefault(group, []).append((local, target))
+    written: list[tuple[TrainingGroup, int, int, str | None]] = []
+    for group, of_group in copies.items():
+        places, sources = group.places([target for _, target in of_group]), list(range(len(group)))
+        origins = [group.table.tag(local) for local, _ in of_group]
+        for place, (local, _) in zip(places, of_group, strict=True):
+            sources[place] = local
+        group.arrange(sources)
+        written += [(group, p, row, o) for p, (_, row), o in zip(places, of_group, origins, strict=True)]
+    # All were read: members that are written over, and were in other groups, leave these.
+    for _, target in moves:
+        if (slot := layout.slots[target]) is not None and not any(slot == held[:2] for held in written):
+            slot[0].release([slot[1]])
+    new = []
+    for target, state in alone:
+        shared = shared_frozen([state.model], [group.model for group in population._groups])
+        group = _group_of(population, [state], shared)
+        population._add(group, [target], "")
+        written.append((group, 0, target, state.tag))
+        new.append(group)
+    for group, place, target, origin in written:
+        group.table.enter(place, tags[target] or names[target], target)
+        group.table.note(place, EventKind.COPY, origin)
+    population._changed()
+    settle(population, new)
+    population._changed()
+
+
+# Members that turn out to do different things in forward.
+
+
 def part(
     population: Population, group: TrainingGroup, error: ForwardsDiffer, chosen: Sequence[int] | None = None
 ) -> list[TrainingGroup]:
@@ -333,25 +441,21 @@ def part(
     does not tell the members apart.
     """
     population.check_hooks()
-    live = group.table.live
-    if chosen is None:
-        parts = [rows for of_graph in error.groups if (rows := [local for local in of_graph if local in live])]
-    else:
-        graph_rows = [
-            [chosen[model_index] for model_index in of_graph if model_index < len(chosen)] for of_graph in error.groups
-        ]
-        parts = [rows for rows in graph_rows if rows]
+    live, called = group.table.live, range(len(group)) if chosen is None else chosen
+    # An array of some members is filled up with copies of the first.
+    of_graphs = [[called[index] for index in graph if index < len(called)] for graph in error.groups]
+    parts = [rows for of_graph in of_graphs if (rows := [local for local in of_graph if local in live])]
     named = {local for rows in parts for local in rows}
     parts = _with_others(group, parts, [local for local in live if local not in named])
     if not named or sorted(local for rows in parts for local in rows) != live:
         raise error
     index, old_rows = population._groups.index(group), list(group.rows)
-    reasons = _reasons(group, parts, error, chosen)
+    reasons = _reasons(group, parts, error, called)
     states = [[copy_member_state(group, local) for local in rows] for rows in parts]
     shared = shared_frozen([state.model for of_part in states for state in of_part])
     new_groups: list[TrainingGroup] = []
     for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):
-        new = population._group_of(of_part, shared)
+        new = _group_of(population, of_part, shared)
         population._add(new, [old_rows[local] for local in rows], why, index + number)
         new_groups.append(new)
     group.release(range(len(group)))
@@ -377,30 +481,23 @@ def _with_others(group: TrainingGroup, parts: Sequence[list[int]], others: Seque
 
 
 def _reasons(
-    group: TrainingGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer, chosen: Sequence[int] | None
+    group: TrainingGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer, called: Sequence[int]
 ) -> list[str]:
     """Return why each part is a group: the attributes in which its members differ from those of another part."""
     if len(parts) == 1:
         # A member that differs has left: its row is free.
         return [group.why]
+
+    def row(match: re.Match[str]) -> str:
+        index = int(match[1])
+        return f"row {group.rows[called[index if index < len(called) else 0]]}"
+
+    message = re.sub(r"\bmodel (\d+)", row, str(error).split(". Fuse ")[0])
     models = [[group.read(local) for local in rows[:_COMPARED]] for rows in parts]
     reasons = []
     for number, rows in enumerate(parts):
         other = int(number == 0)
         names = f"row {group.rows[rows[0]]}", f"row {group.rows[parts[other][0]]}"
         difference = differing_attributes(models[number], models[other], names)
-        why = difference or _message(error, group, chosen)
-        reasons.append(shortened(f"its members do something else in forward: {why}"))
+        reasons.append(shortened(f"its members do something else in forward: {difference or message}"))
     return reasons
-
-
-def _message(error: ForwardsDiffer, group: TrainingGroup, chosen: Sequence[int] | None) -> str:
-    """Return the error's message with rows of the population in place of model indices."""
-
-    def row(match: re.Match[str]) -> str:
-        index = int(match[1])
-        # An array of some members is filled up with copies of the first.
-        local = index if chosen is None else chosen[index if index < len(chosen) else 0]
-        return f"row {group.rows[local]}"
-
-    return re.sub(r"\bmodel (\d+)", row, str(error).split(". Fuse ")[0])

@@ -138,22 +138,17 @@ class Hparams(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Raises ValueError for what is no number or one for each row, and is out of range."""
-        held = self[key]
+        population, held = self._population, self[key]
         if isinstance(held, tuple) and (not isinstance(value, tuple | list) or len(value) != len(held)):
             raise ValueError(f"{key}={value!r} is not a pair")
         vectors, values = (held, value) if isinstance(held, tuple) else ((held,), (value,))
-        rows, groups = len(self._population), self._population._groups
-        hypers = [[hyper for hyper in group.optimizer.hypers if hyper.key == key] for group in groups]
-        labels = [hyper.label for hyper in next(filter(None, hypers))]
-        new_vectors = [
-            member_vector(label, of_members, rows).as_subclass(Tensor)
-            for label, of_members in zip(labels, values, strict=True)
-        ]
-        for group, of_group in zip(groups, hypers, strict=True):
-            for hyper, vector in zip(of_group, new_vectors, strict=False):
-                hyper.check(vector.tolist() if not self._population._parted else vector[group.live].tolist())
-        for held_vector, vector in zip(vectors, new_vectors, strict=True):
-            held_vector.copy_(vector)
+        hypers = [hyper for group in population._groups for hyper in group.optimizer.hypers if hyper.key == key]
+        new = [member_vector(h.label, v, len(population)) for h, v in zip(hypers, values, strict=False)]
+        live = population._layout.live if population._parted else range(len(population))
+        for hyper, vector in zip(hypers, new, strict=False):
+            hyper.check([vector.tolist()[row] for row in live], live)
+        for held_vector, vector in zip(vectors, new, strict=True):
+            held_vector[:] = vector.as_subclass(Tensor)
 
     def __delitem__(self, key: str) -> None:
         raise TypeError("hyper-parameters cannot be taken away")

@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hfusion.core.patience import numbers
+from hfusion.core.row_indices import is_row
 from hfusion.core.text import file_name
+from hfusion.population.members import check_name
 
 Numbers = Tensor | Sequence[float]
 
@@ -159,14 +162,20 @@ class MemberLogger:
         """
         if self._closed:
             raise ValueError("this logger is closed: make another, which goes on in the same files")
-        step = whole_step(step)
-        tags = names_of(members)
-        columns = {name: numbers_of(name, row_values, len(tags)) for name, row_values in values.items()}
+        if not is_row(step):
+            raise ValueError(f"step={step!r}: give a whole number, such as pop.steps")
+        if isinstance(members, str):
+            raise ValueError(f"members={members!r}: give a population, or a list with a name for each row")
+        tags = list(getattr(members, "tags", members))
+        for row, tag in enumerate(tags):
+            if tag is not None:
+                check_name(tag, tags[:row])
+        columns = {name: numbers(name, row_values, len(tags)) for name, row_values in values.items()}
         with self._lock:
             for row, tag in enumerate(tags):
                 if tag is not None:
                     for sink in self._sinks:
-                        sink.write(step, tag, {name: column[row] for name, column in columns.items()})
+                        sink.write(operator.index(step), tag, {name: column[row] for name, column in columns.items()})
 
     def close(self) -> None:
         """Write what is buffered, and close all files and runs. Calling it again has no effect."""
@@ -186,40 +195,3 @@ class MemberLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(error)
-
-
-def names_of(members: Any) -> list[str | None]:
-    """Of a population, or as given. Raises ValueError for what is no name, or of two members."""
-    if hasattr(members, "tags"):
-        return list(members.tags)
-    if isinstance(members, str):
-        raise ValueError(f"members={members!r}: give a population, or a list with a name for each row")
-    tags = list(members)
-    names = [name for name in tags if name is not None]
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"{name!r} among the members: a name is a string with something in it, or None")
-    if len(set(names)) < len(names):
-        raise ValueError(f"members={tags}: every member has a name of its own")
-    return tags
-
-
-def whole_step(step: Any) -> int:
-    """A number, or a tensor of one. Raises ValueError for what is not whole."""
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise ValueError(f"step={step!r}: give a whole number, such as pop.steps") from None
-
-
-def numbers_of(name: str, numbers: Any, rows: int) -> list[float]:
-    """``numbers`` in double precision. Raises ValueError unless there is one for each row."""
-    if isinstance(numbers, Tensor):
-        numbers = numbers.detach().cpu().reshape(-1).tolist()
-    try:
-        values = [float(value.detach() if isinstance(value, Tensor) else value) for value in numbers]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={numbers!r}: give a number for each of {rows} rows") from error
-    if len(values) != rows:
-        raise ValueError(f"{name} has {len(values)} values for {rows} rows: give one for each")
-    return values

@@ -49,10 +49,10 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """Losses by group, the number of steps, new events, whether random numbers were drawn, and the error if any."""
+    """Losses by group, new events, whether there were updates and random draws, and the error if any."""
 
     losses: dict[int, tuple[float, torch.dtype]]
-    step: int
+    updated: bool
     events: list[Event]
     has_drawn: bool
     failure: Failure | None
@@ -118,7 +118,7 @@ class MemberWorkers:
             for number, (loss, dtype) in answer.losses.items():
                 self._losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
             history = self._workers[worker][0].table.history
-            history.step = max(history.step, answer.step)
+            history.updated |= answer.updated
             history.events.extend(answer.events)
             assert self._draws is not None
             self._draws.has_drawn |= answer.has_drawn
@@ -224,11 +224,11 @@ def _serve(members: Sequence[TrainingGroup], parent: Parent) -> Callable[[Any], 
 
 def _stepped(members: Sequence[TrainingGroup], request: StepRequest) -> StepAnswer:
     history = members[0].table.history
-    before, losses, failure, step = len(history.events), {}, None, request.step
+    before, losses, failure = len(history.events), {}, None
+    history.step, history.updated = request.step, False
     draws = GroupDraws(_CPU)
     draws.number = request.draws
     for group in members:
-        history.step = request.step
         inputs, target, keywords = request.arguments[group.number]
         try:
             with draws.of_group(group.key):
@@ -237,8 +237,7 @@ def _stepped(members: Sequence[TrainingGroup], request: StepRequest) -> StepAnsw
             failure = Failure(error)
             break
         losses[group.number] = float(loss), loss.dtype
-        step = max(step, history.step)
-    return StepAnswer(losses, step, history.events[before:], draws.has_drawn, failure)
+    return StepAnswer(losses, history.updated, history.events[before:], draws.has_drawn, failure)
 
 
 def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[str, Tensor], bytes]:

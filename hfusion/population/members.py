@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -54,7 +55,6 @@ EMPTY = {
     "age": 0,
     "frozen": False,
     "done": 0,
-    "spoilt": False,
     "sum": 0,
     "absent": True,
     "clip_norm": math.inf,
@@ -73,10 +73,18 @@ def no_best(rows: int) -> MemberTable:
 
 @dataclass
 class History:
-    """The number of updates of a population, and the events of its members, in order."""
+    """The number of updates of a population, and the events of its members, in order.
+
+    ``updated``: whether a group has made an update in the present step, which is counted at its end.
+    """
 
     step: int = 0
     events: list[Event] = field(default_factory=list)
+    updated: bool = False
+
+    def end_step(self) -> None:
+        """Count the updates of all groups in a step as one."""
+        self.step, self.updated = self.step + self.updated, False
 
 
 class GroupTable(MemberTable):
@@ -93,27 +101,22 @@ class GroupTable(MemberTable):
 
     Columns about its present update:
 
-    - ``calls``: how many calls make an update, and ``done``: how many were made.
-    - ``spoilt``: whether a loss was not finite.
+    - ``accumulate``: how many calls make an update, and ``done``: how many were made.
     - ``sum/NAME``: the sum of a parameter's gradients, kept outside of ``grad``, which a compiled step overwrites.
       A row without a gradient so far is zero, and marked in ``absent/NAME``.
-    - ``before/NAME``: a tensor that forward may write to, as it was before the update, to restore if that fails.
 
     Args:
-        numbers: the columns ``calls``, ``clip_norm`` and ``clip_value`` of the members.
+        numbers: the columns ``accumulate``, ``clip_norm`` and ``clip_value`` of the members.
         history: of the population.
-
-    Attributes:
-        holds: whether tensors that forward may write to are held in ``before/``.
     """
 
     def __init__(self, numbers: MemberTable, history: History) -> None:
         super().__init__(numbers.rows, numbers.columns, EMPTY)
         nothing = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
         self.columns |= {"tag": [None] * self.rows, "row": [None] * self.rows}
-        self.columns |= {name: nothing.bool() for name in ("alive", "frozen", "spoilt")}
+        self.columns |= {name: nothing.bool() for name in ("alive", "frozen")}
         self.columns |= {name: nothing.clone() for name in ("age", "key", "done")}
-        self.history, self.holds = history, False
+        self.history = history
 
     @property
     def live(self) -> list[int]:
@@ -163,116 +166,74 @@ class GroupTable(MemberTable):
         """True if a member has made some of the calls of an update."""
         return bool(self["done"].any())
 
-    def count(self, training: Tensor) -> Tensor:
-        """Count a call of members ``training``. Return which complete an update or do not train, bool ``[rows]``."""
-        self["done"] = self["done"] + training
-        done: Tensor = (self["done"] == self["calls"]) | ~training
-        return done
-
-    def end(self, rows: Tensor) -> None:
-        """Let the next call of members ``rows``, bool ``[rows]``, be the first of an update."""
-        self["done"] = self["done"].masked_fill(rows, 0)
-        self["spoilt"] = self["spoilt"] & ~rows
-        if not self.underway:
-            self.discard()
-
-    def discard(self) -> None:
-        """Discard the gradients of unfinished updates, and the values of tensors that forward may have written to."""
-        self.drop("sum", "absent", "before")
-        self.holds = False
+    def put(self, rows: Sequence[int], other: MemberTable) -> None:
+        super().put(rows, other)
+        self.clear_updates(())
 
     def clear_updates(self, rows: Sequence[int]) -> None:
         """Discard the unfinished updates of members ``rows``."""
-        self.clear(rows, ("done", "spoilt", "sum", "absent"))
+        self.clear(rows, ("done", "sum", "absent"))
         if not self.underway:
-            self.discard()
+            self.drop("sum", "absent")
 
     @torch.no_grad()
-    def add_gradients(self, params: Iterable[tuple[str, Tensor]]) -> None:
-        """Add the gradients of one call to the sums."""
+    def summed(self, params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the columns of sums with the gradients of one more call. The table does not change."""
+        columns: dict[str, Tensor] = {}
         for name, param in params:
-            if param.grad is None:
-                continue
-            grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
-            absent = torch.zeros(self.rows, dtype=torch.bool, device="cpu") if absent is None else absent.cpu()
-            if f"sum/{name}" in self:
-                self[f"sum/{name}"].add_(grad)
-                self[f"absent/{name}"] = self[f"absent/{name}"] & absent
-            else:
+            total, absent = self.columns.get(f"sum/{name}"), self.columns.get(f"absent/{name}")
+            if param.grad is not None:
+                grad, missing = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
+                missing = torch.zeros(self.rows, dtype=torch.bool, device="cpu") if missing is None else missing.cpu()
                 # Cloned, since a replayed step writes its gradients to the same memory again.
-                self[f"sum/{name}"], self[f"absent/{name}"] = grad.clone(), absent
+                total = grad.clone() if total is None else total + grad
+                absent = missing if absent is None else absent & missing
+            if total is not None and absent is not None:
+                columns |= {f"sum/{name}": total, f"absent/{name}": absent}
+        return columns
 
     @torch.no_grad()
-    def hand_over(self, params: Iterable[tuple[str, Tensor]], due: Tensor) -> None:
-        """Write the sums of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and begin new sums."""
-        everybody = bool(due.all())
+    def hand_over(self, params: Iterable[tuple[str, Tensor]], sums: Mapping[str, Tensor], due: Tensor) -> None:
+        """Write ``sums`` of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and 0 for others."""
         for name, param in params:
             param.grad = None
-            if f"sum/{name}" not in self:
+            if f"sum/{name}" not in sums or not bool(due.any()):
                 continue
-            sums, absent = self[f"sum/{name}"], self[f"absent/{name}"]
+            total, absent = sums[f"sum/{name}"], sums[f"absent/{name}"]
             if membership_of(param).standalone:
-                param.grad = None if bool(absent) else sums[0]
+                param.grad = None if bool(absent) else total[0]
                 continue
-            param.grad = sums if everybody else sums.clone()
-            if not everybody:
-                param.grad[~due.to(sums.device)] = 0
+            param.grad = total if bool(due.all()) else total.clone()
+            param.grad[~due.to(total.device)] = 0
             mark_absent(param.grad, absent | ~due)
-        if everybody:
-            self.drop("sum", "absent")
-        else:
-            self.clear(due.nonzero().reshape(-1).tolist(), ("sum", "absent"))
 
-    def hold(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Save the present values of these tensors that are not held yet."""
-        if names := [name for name in names if f"before/{name}" not in self]:
-            for name, rows in _written_rows(module, names):
-                self[f"before/{name}"] = rows.clone()
-
-    def renew(self, module: nn.Module, members: Tensor) -> None:
-        """Save the present values of ``members``, bool ``[rows]``, if values are held."""
-        for name, rows in _written_rows(module, list(self.of("before"))):
-            places = members.nonzero().reshape(-1).to(rows.device)
-            self[f"before/{name}"][places] = rows[places]
-
-    @torch.no_grad()
-    def put_back(self, module: nn.Module, members: Tensor) -> None:
-        """Restore the tensors that forward may have written to, of ``members``, bool ``[rows]``."""
-        for name, rows in _written_rows(module, list(self.of("before"))):
-            places = members.nonzero().reshape(-1).to(rows.device)
-            rows[places] = self[f"before/{name}"][places]
+    def count(self, done: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Note that a call was made: ``done`` replaces the column, and sums stay of members amid an update."""
+        self["done"] = done
+        self.columns |= sums
+        self.clear_updates((done == 0).nonzero().reshape(-1).tolist())
 
 
-def _written_rows(module: nn.Module, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+def written_rows(module: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
     """Return tensors by key as ``[rows, ...]``, without those that all members share; writing there writes to them."""
     found = ((name, tensor) for name, tensor in tensors(module) if name in names) if names else ()
     return [(n, member_rows(t.detach(), membership_of(t))) for n, t in found if is_per_member(t)]
 
 
-@dataclass
-class Names:
-    """The names of a population's members. ``number``: the number in the next generated name."""
+def new_names(tags: Sequence[str | None], taken: Sequence[str | None], history: History) -> list[str]:
+    """Return the names of new members beside those ``taken``, by row; None stands for one that no member has had.
 
-    number: int = 0
-
-    def given(self, tags: Sequence[str | None], taken: Sequence[str | None]) -> list[str]:
-        """Return the names of new members beside those ``taken``, by row; None stands for a generated one.
-
-        Raises ValueError for a name that is invalid, repeated or in use.
-        """
-        for tag in tags:
-            if tag is not None:
-                check_name(tag, taken)
-        named = [tag for tag in tags if tag is not None]
-        if len(set(named)) < len(named):
-            raise ValueError(f"tag={list(tags)}: every member has a name of its own")
-        used, names = {*taken, *named}, []
-        for tag in tags:
-            while tag is None:
-                generated, self.number = f"member {self.number}", self.number + 1
-                tag = None if generated in used else generated
-            names.append(tag)
-        return names
+    Raises ValueError for a name that is invalid, repeated or in use.
+    """
+    for tag in tags:
+        if tag is not None:
+            check_name(tag, taken)
+    named = [tag for tag in tags if tag is not None]
+    if len(set(named)) < len(named):
+        raise ValueError(f"tag={list(tags)}: every member has a name of its own")
+    used = {*taken, *named, *(event.tag for event in history.events)}
+    unused = (name for name in map("member {}".format, itertools.count()) if name not in used)
+    return [next(unused) if tag is None else tag for tag in tags]
 
 
 def check_name(tag: Any, taken: Sequence[str | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -23,7 +23,6 @@ from hfusion.core.errors import FusionError
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, is_per_member, mark, membership
 from hfusion.device.backend import active_autocast
-from hfusion.population.evaluation import evaluating_model, with_row
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.members import History
 from hfusion.population.training_group import TrainingGroup
@@ -84,6 +83,9 @@ class PlainGroup(TrainingGroup):
 
     def _call(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
         """Compute loss and gradients by autograd. Raises ValueError for a loss that is no number with a gradient."""
+        self.settle()
+        self._before = {}
+        self._hold(self._buffers)
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
             args, kwargs = of_row(args), of_row(kwargs)
@@ -138,19 +140,11 @@ class PlainGroup(TrainingGroup):
             "pop.start(row, model)"
         )
 
-    def settle_call(self) -> None:
-        self.settle()
-        if self._buffers:
-            super().settle_call()
-
     def parameters(self) -> Iterable[nn.Parameter]:
         return self._parameters
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self._named
-
-    def _written(self) -> Iterator[str]:
-        yield from self._buffers
 
     def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(self.model, *of_row(args), **of_row(kwargs))
@@ -205,3 +199,22 @@ def _is_shared(tensor: Tensor) -> bool:
 def of_row(value: Any) -> Any:
     """Return nested ``value`` with each stacked tensor replaced by its only row."""
     return pytree.tree_map(lambda leaf: row_of_leaf(leaf, 0), value, is_leaf=is_stacked)
+
+
+@contextmanager
+def evaluating_model(model: nn.Module) -> Iterator[None]:
+    """Context manager: a model is in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def with_row(value: Any) -> Any:
+    """Return nested ``value`` with a leading dim of 1 added to every tensor."""
+    if isinstance(value, Tensor):
+        return value.unsqueeze(0)
+    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from pathlib import Path
@@ -25,24 +25,23 @@ from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.population.evaluation import check_entries, check_stacked, evaluate
+from hfusion.population.evaluation import check_entries, evaluate
 from hfusion.population.group_options import GroupOptions, OnNonfinite
-from hfusion.population.group_step import step_groups
+from hfusion.population.group_step import one_update, step_groups
 from hfusion.population.grouping import (
     TWINS,
     MemberLayout,
-    MemberState,
     PopulationGroup,
+    copy_members,
     grouped,
     part,
-    put_member_state,
     shared_frozen,
+    start,
 )
 from hfusion.population.hparams import Hparams, MemberSchedules
-from hfusion.population.joining import copy_members, start
 from hfusion.population.loss_weights import check_keyword, check_weights, rows_of_weights
 from hfusion.population.member_workers import MemberWorkers
-from hfusion.population.members import Event, EventKind, History, Models, Names, check_name, key_of, listed
+from hfusion.population.members import Event, EventKind, History, Models, key_of, listed, new_names
 from hfusion.population.plain_group import group_of
 from hfusion.population.saving import load, save
 from hfusion.population.training_group import TrainingGroup
@@ -138,9 +137,7 @@ class Population:
         self._begin(len(models), options)
         if tags is not None and len(tags) != len(models):
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
-        for row, tag in enumerate(tags or ()):
-            check_name(tag, list(tags or ())[:row])
-        names = self._names.given(tags or [None] * len(models), [])
+        names = new_names(tags or [None] * len(models), [], self._history)
         self._history.events += [Event(0, name, EventKind.START) for name in names]
         if isinstance(models, FusedModule) or len(candidates := grouped(models)) == 1:
             array = models if isinstance(models, FusedModule) else fuse(list(models))
@@ -167,7 +164,6 @@ class Population:
         # Whether there have been several groups: they draw random numbers apart from each other from then on.
         self._parted = False
         self._numbers = 0
-        self._names = Names()
         self._history = History()
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self._prepare()
@@ -253,14 +249,6 @@ class Population:
             self._held_groups = self._held_groups[:1]
             self._size = len(self._held_groups[0])
         self._held_layout = None
-
-    def _group_of(self, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
-        """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
-        models = [state.model for state in states]
-        group = group_of(models, self._options, [0] * len(states), shared, self._history)
-        for row, state in enumerate(states):
-            put_member_state(group, row, state.tables)
-        return group
 
     @property
     def _groups(self) -> list[TrainingGroup]:
@@ -442,16 +430,17 @@ class Population:
             rows = self._chosen(rows)
             if not rows:
                 raise ValueError("rows=[] is empty: give the row of at least one member")
-            check_stacked((inputs, target, keywords), rows)
+            check_entries((inputs, target, keywords), rows)
         if weights is not None:
             weights = rows_of_weights(weights)
             check_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
-        if not self._parted:
-            try:
-                return self._groups[0].step(inputs, target, rows, weights, keywords)
-            except ForwardsDiffer as error:
-                part(self, self._groups[0], error, rows)
-        return step_groups(self, inputs, target, rows, weights, keywords)
+        with one_update(self) as deferred:
+            if not self._parted:
+                try:
+                    return self._groups[0].step(inputs, target, rows, weights, keywords)
+                except ForwardsDiffer as error:
+                    part(self, self._groups[0], error, rows)
+            return step_groups(self, inputs, target, rows, weights, keywords, deferred)
 
     @in_turn
     def start(
@@ -478,7 +467,8 @@ class Population:
             ValueError: the row is taken, the tag is in use, a value is missing since members began with different
                 ones, or a value is invalid.
         """
-        return start(self, row, model, tag, scheduler, clip_norm, clip_value, accumulate, hypers)
+        numbers = {"clip_norm": clip_norm, "clip_value": clip_value, "accumulate": accumulate}
+        return start(self, row, model, tag, scheduler, numbers, hypers)
 
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
         """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
-from hfusion.population.group_options import LIMITS, GroupOptions, OnNonfinite, check_limits
+from hfusion.population.group_options import LIMITS, GroupOptions
 from hfusion.population.grouping import Candidates, grouped, shared_frozen
 from hfusion.population.members import Event, EventKind
 from hfusion.population.plain_group import group_of
@@ -73,7 +73,6 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
             "rows": population.tags,
             "array": not population._parted,
             "step": population.steps,
-            "made": population._names.number,
             "lineage": [[event.step, event.tag, event.what.value, event.source] for event in population.lineage],
         },
     }
@@ -86,17 +85,14 @@ def _gathered_group(group: TrainingGroup) -> SaveWriter:
     group.settle()
     writer = SaveWriter(table.live, {"members": [table.tag(row) for row in table.live]}, {})
     gather(writer, group.fused, group.optimizer, group.scheduler, group.scaler)
-    if not table.underway:
-        table.discard()
     for kind, saved in group.saved_tables().items():
         for name, column in saved.columns.items():
             if isinstance(column, Tensor):
                 writer.store_rows(f"{kind}/{name}", column)
-    writer.body["limits begun"] = encode(group.options.initial_limits, {}, "limits begun")
+    writer.body["numbers begun"] = encode(group.options.initial, {}, "numbers begun")
+    writer.body["on_nonfinite"] = group.options.on_nonfinite
     writer.body["group"] = {
         "rows": table["tag"],
-        "accumulate": group.options.initial_calls,
-        "on_nonfinite": group.options.on_nonfinite,
         "first": group._widths.first,
         "known": group.known_calls,
     }
@@ -128,17 +124,8 @@ def load(
     rows = _names_by_row(saves, groups, [names] if isinstance(names, str) else names)
     tags = [tag for tag in rows if tag is not None]
     counted = "accumulate" in arguments
-    calls = _option_values(groups, "accumulate", lambda value: value is None or (type(value) is int and value >= 1))
-    initial_calls = calls.pop() if len(calls) == 1 else None
-    arguments.setdefault("accumulate", initial_calls or 1)
     if "on_nonfinite" not in arguments:
-        values = _option_values(groups, "on_nonfinite", lambda value: value in get_args(OnNonfinite))
-        if len(values) > 1:
-            raise CheckpointError(
-                f"on_nonfinite was not the same in the populations that are merged, {sorted(map(str, values))}: give "
-                "on_nonfinite=..."
-            )
-        arguments["on_nonfinite"] = values.pop()
+        arguments["on_nonfinite"] = SaveReader.of(groups, tags).agreed("on_nonfinite")
     named = any(
         parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
@@ -151,8 +138,6 @@ def load(
         # Free rows get any: a member that starts there brings its own, or gets the common one.
         arguments["scheduler"] = [makes[tags[0] if tag is None else tag] for tag in rows]
     options = GroupOptions(len(rows), **arguments)
-    if not counted:
-        options.initial_calls = initial_calls
     candidates = [part for found in grouped(models) for part in _as_saved(found, [where[tag] for tag in tags])]
     candidates.sort(key=lambda candidate: candidate.models[0])
     population._begin(len(rows), options)
@@ -173,7 +158,7 @@ def load(
         _restore(group, reader, counted)
         if not population._held_groups:
             # Members that join begin as those of the first group did.
-            _keep_initial_values(options, group, reader)
+            _keep_initial_values(options, group, reader, counted)
         population._add(group, list(places), candidate.why)
         group.table["tag"], group.table["alive"] = held, torch.ones(len(held), dtype=torch.bool, device="cpu")
     if not population._parted:
@@ -182,13 +167,13 @@ def load(
     _load_run(population, saves, loader, random)
 
 
-def _keep_initial_values(options: GroupOptions, group: TrainingGroup, reader: SaveReader) -> None:
+def _keep_initial_values(options: GroupOptions, group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
     """Keep the values that the members of a group once began with, which those that join get by default."""
     options.initial_hypers = [dict(values) for values in group.optimizer.initial_values]
     if options.scaler is not None and group.scaler is not None:
         options.scaler.initial_values = dict(group.scaler.initial_values)
-    begun = reader.initial_hyperparameters("limits begun")
-    options.initial_limits |= {name: begun.get(name) for name in LIMITS if name in begun}
+    begun = reader.initial_hyperparameters("numbers begun")
+    options.initial |= {name: begun[name] for name in begun if name in LIMITS or not counted}
 
 
 def _spread(group: TrainingGroup, saves: Sequence[Saved], rows: Sequence[str | None]) -> None:
@@ -205,14 +190,12 @@ def _spread(group: TrainingGroup, saves: Sequence[Saved], rows: Sequence[str | N
 
 def _load_run(population: Population, saves: Sequence[Saved], loader: Any, random: bool) -> None:
     """Restore the history, and from the first save the position of the loader and the random generators."""
-    steps, made = [0], [0]
+    steps = [0]
     for saved in saves:
         with wrap_load_errors(saved.path):
             body = saved.body["population"]
             population._history.events += [Event(int(s), str(t), EventKind(w), o) for s, t, w, o in body["lineage"]]
             steps.append(int(body["step"]))
-            made.append(int(body["made"]))
-    population._names.number = max(made)
     population._history.step = max(steps)
     first = SaveReader([(saves[0], [0])])
     with wrap_load_errors(first.path):
@@ -222,18 +205,6 @@ def _load_run(population: Population, saves: Sequence[Saved], loader: Any, rando
             loader.load_state_dict(position)
         if random:
             first.random(*(group.fused for group in population._groups))()
-
-
-def _option_values(groups: Sequence[Saved], name: str, is_allowed: Callable[[Any], bool]) -> set[Any]:
-    """Return the values of an option in the saved groups. Raises CheckpointError for one that is not allowed."""
-    values = set()
-    for saved in groups:
-        with wrap_load_errors(saved.path):
-            value = saved.body["group"][name]
-            if not is_allowed(value):
-                raise CheckpointError(f"{saved.path}: {name} is {value!r}")
-            values.add(value)
-    return values
 
 
 def _names_by_row(saves: Sequence[Saved], groups: Sequence[Saved], names: Sequence[str] | None) -> list[str | None]:
@@ -276,67 +247,40 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
     counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
     """
     with wrap_load_errors(reader.path):
-        write = writing(reader, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)
-        named = dict(tensors(group.fused))
-        columns = {kind: _saved_columns(reader, kind, table, named) for kind, table in group.saved_tables().items()}
-        members = columns["member"]
-        check_limits(len(group), **{name: members[name] for name in LIMITS if name in members})
-        _check_progress(reader, group, members, counted)
+        writing(reader, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)()
+        given = group.table["accumulate"].clone()
+        for kind, table in group.saved_tables().items():
+            _load_table(reader, f"{OWN}{kind}/", table, dict(tensors(group.fused)))
+        if counted:
+            if bool(((group.table["done"] > 0) & (group.table["accumulate"] != given)).any()):
+                raise CheckpointError(
+                    f"accumulate={given.tolist()} for members in the midst of an update of another number of calls, "
+                    f"{group.table['accumulate'].tolist()}: leave accumulate out"
+                )
+            group.table["accumulate"] = given
         for part, key, component in (("scheduler", "schedule", group.scheduler), ("scaler", "scaler", group.scaler)):
             if component is None and any(saved.body.get(key) for saved, _ in reader.parts):
                 warnings.warn(
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
                     stacklevel=4,
                 )
-        known = {call for saved, _ in reader.parts for call in saved.body["group"]["known"]}
-        write()
-        for kind, table in group.saved_tables().items():
-            table.columns |= columns[kind]
-        group.table.holds = group.table.underway
         if not group.is_plain:
-            group._step.expected_calls |= known
+            group._step.expected_calls |= {call for saved, _ in reader.parts for call in saved.body["group"]["known"]}
 
 
-def _saved_columns(reader: SaveReader, place: str, table: MemberTable, named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the members' rows of the saved columns of a table, by name. Raises CheckpointError for unfit ones.
+def _load_table(reader: SaveReader, prefix: str, table: MemberTable, named: Mapping[str, Tensor]) -> None:
+    """Write the saved columns, whose keys begin with ``prefix``, into a table. A column that a save lacks stays there.
 
-    Saves that lack a column have the rows of ``table`` there, or those of no member.
-
-    named: the tensors of the group by key, whose shape columns of tensors have.
+    named: the tensors of the group by key, whose shape and device columns of tensors have.
     """
-    prefix = f"{OWN}{place}/"
-    held = {
-        key.removeprefix(prefix): stack
-        for saved, _ in reader.parts
-        for key, stack in saved.tensors.items()
-        if key.startswith(prefix)
-    }
-    columns: dict[str, Any] = {}
-    for name, like in held.items():
-        if name not in table:
-            kind, _, key = name.partition("/")
-            of_tensor = key and kind != "absent"
-            table.begin(name, member_rows(named[key].detach(), membership_of(named[key])) if of_tensor else like)
-        present, parts, start = table[name], [], 0
-        for saved, places in reader.parts:
-            stack, stop = saved.tensors.get(prefix + name), start + len(places)
-            parts.append(present[start:stop].cpu() if stack is None else stack[places])
-            start = stop
-        values = torch.cat(parts)
-        if (values.dtype, values.shape) != (present.dtype, present.shape):
-            raise CheckpointError(f"{reader.path}: {name} of the members is {values.dtype} {list(values.shape)}")
-        columns[name] = values.to(present.device)
-    return columns
-
-
-def _check_progress(reader: SaveReader, group: TrainingGroup, members: dict[str, Any], counted: bool) -> None:
-    """Check saved numbers of calls of an update, which ``counted`` ones of the user replace. Raises CheckpointError."""
-    given, saved, done = group.table["calls"], members["calls"], members["done"]
-    if counted:
-        if bool(((done > 0) & (saved != given)).any()):
-            row = int(((done > 0) & (saved != given)).nonzero()[0])
-            raise CheckpointError(
-                f"accumulate={int(given[row])} for {reader.tags[row]!r}, which is in the midst of an update of "
-                f"{int(saved[row])} calls: leave accumulate out"
-            )
-        members["calls"] = given
+    stop = 0
+    for saved, places in reader.parts:
+        rows = range(stop, stop := stop + len(places))
+        part = table.take(rows)
+        for name in [key.removeprefix(prefix) for key in saved.tensors if key.startswith(prefix)]:
+            stack, (kind, _, key) = saved.tensors[prefix + name], name.partition("/")
+            if name not in table:
+                of_tensor = key and kind != "absent"
+                table.begin(name, member_rows(named[key].detach(), membership_of(named[key])) if of_tensor else stack)
+            part[name] = stack[places]
+        table.put(rows, part)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from hfusion.array.array_editing import written_keys
 from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
-from hfusion.capture.registered_tensors import device_of
+from hfusion.capture.registered_tensors import device_of, tensors
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
@@ -31,17 +31,17 @@ from hfusion.core.row_indices import Widths
 from hfusion.optim import FusedOptimizer, GradScaler, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.clip import overflowing
 from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.optimizer_rows import GatheredState
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.group_options import LIMITS, GroupOptions, check_calls, limits_of_new
-from hfusion.population.grouping import signature
+from hfusion.population.group_options import LIMITS, GroupOptions
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighed, weighted
-from hfusion.population.members import EventKind, GroupTable, History, key_of, no_best
+from hfusion.population.members import EventKind, GroupTable, History, key_of, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
+
+Deferred = list[tuple["TrainingGroup", Tensor | None, Callable[[], object]]]
 
 # Number of elements up to which one thread checks as fast as several.
 _ONE_THREAD = 1 << 20
@@ -60,14 +60,15 @@ class TrainingGroup:
         number: the number of this group in its population, never used again.
         why: why it is a group of its own.
         elsewhere: bytes that the state of other groups takes.
-        deferred: collects the updates if they wait until all groups have gradients.
+        deferred: collects the ends of calls if they wait until all groups have gradients: the group, its members whose
+            values are not finite, and the function that makes the update.
     """
 
     number = 0
     why = ""
     elsewhere = 0
     is_plain = False
-    deferred: DeferredUpdates | None = None
+    deferred: Deferred | None = None
     _weighs_samples = False
     # Whether a member accumulates the gradients of several calls, as of this step.
     _sums = False
@@ -104,13 +105,14 @@ class TrainingGroup:
         optimizer, makes = options.optimizer_of(module, origins), options.schedules
         scheduler = None if makes is None else PerMember(optimizer, [makes[row] for row in origins])
         table = GroupTable(options.numbers.take(origins), history)
-        for name in options.initial_limits.keys() - table.columns.keys():
+        for name in options.initial.keys() - table.columns.keys():
+            # A save has limits that the population was not given.
             table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
         return cls(module, optimizer, scheduler, options.scaler_of(origins), options, table)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_finite", "_shared_parameters", "_step", "_chosen", "deferred"}
+        dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "deferred"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "known": self.known_calls}
 
@@ -123,6 +125,8 @@ class TrainingGroup:
         self._finite = FiniteCheck()
         self._shared_parameters = [p for p in self.parameters() if not is_per_member(p)]
         self._chosen: ChosenRows | None = None
+        # By key, what forward may write to, as it was before the present call.
+        self._before: dict[str, Tensor] = {}
         self._make_step(expected_calls)
 
     def _make_step(self, expected_calls: Iterable[str]) -> None:
@@ -136,8 +140,8 @@ class TrainingGroup:
         this = weakref.ref(self)
 
         def hold_written(program: Any) -> None:
-            if (group := this()) is not None and group.table.holds:
-                group.table.hold(group.fused, program.written)
+            if (group := this()) is not None:
+                group._hold(program.written)
 
         # Called with programs that a step creates, before they run.
         self.fused._on_program = hold_written
@@ -149,7 +153,7 @@ class TrainingGroup:
 
     def _weighted_loss(self) -> Callable[..., Any]:
         """Return the loss for targets with the weights of calls and samples that are used now."""
-        weighs = self._made_for[0] or self.scaler is not None or self._sums_gradients()
+        weighs = self._made_for[0] or self.scaler is not None or bool((self.table["accumulate"] > 1).any())
         self._made_for = weighs, self._weighs_samples
         loss = sample_weighted(self.options.loss) if self._weighs_samples else self.options.loss
         return weighted(loss) if weighs else loss
@@ -215,11 +219,6 @@ class TrainingGroup:
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.fused.named_parameters()
 
-    def _written(self) -> Iterator[str]:
-        """Yield the keys of the tensors that forward may write to."""
-        yield from (name for name, _ in self.fused.named_buffers())
-        yield from written_keys(self.fused)
-
     def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(self.fused, *args, rows=rows, **kwargs)
 
@@ -254,14 +253,6 @@ class TrainingGroup:
             tables["schedule"] = self.scheduler.table
         return tables
 
-    def put_rows(self, rows: Sequence[int], table: MemberTable) -> None:
-        """Write the first rows of another group's ``table`` over ``rows``."""
-        # Members amid an update of their own have the present values of what only the others' forward has written to.
-        self.table.hold(self.fused, table.of("before"))
-        self.table.put(rows, table)
-        self.table.holds |= bool(table["done"].any())
-        self.table.end(self._none())
-
     def entries(self, by_row: Mapping[int, int] | None = None) -> list[int]:
         """Return the entry of stacked arguments for each row of the group; by default its row of the population."""
         # Inputs of a free row of the group do not matter.
@@ -285,21 +276,14 @@ class TrainingGroup:
             return self._step_all(inputs, target, keywords)
         return self._step_some(rows, (inputs, target, keywords))
 
-    def _sums_gradients(self) -> bool:
-        """Return whether a member accumulates the gradients of several calls."""
-        return bool((self.table["calls"] > 1).any())
-
     def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
         table = self.table
-        if self.deferred is not None:
-            self.deferred.stepped.append(self)
-        self.settle_call()
         check_own(self._shared_parameters)
-        self._sums = self._sums_gradients()
+        self._sums = bool((table["accumulate"] > 1).any())
         if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
             self._make_step(())
         if self._made_for[0]:
-            weights = table["calls"].double().reciprocal()
+            weights = table["accumulate"].double().reciprocal()
             weights = weights if self.scaler is None else self.scaler.scale(weights)
             target = weighed(target, weights, device_of(self.fused))
         losses, alive = self._call(inputs, target, keywords), table["alive"]
@@ -312,6 +296,8 @@ class TrainingGroup:
                 f"the array has {len(self.fused)} members and the population {len(self)} rows: let members join by "
                 "pop.start and leave by pop.stop and pop.compact, which move all that belongs to them"
             )
+        self._before = {}
+        self._hold([*(name for name, _ in self.fused.named_buffers()), *written_keys(self.fused)])
         step = self._step
         step.keys, step.idle = self.table["key"], frozenset(self.table.free)
         if step.budget is not None:
@@ -319,81 +305,89 @@ class TrainingGroup:
             step.budget.held = self.elsewhere + (summed if self._sums else 0)
         return step(inputs, target, **keywords)
 
-    def settle_call(self) -> None:
-        """Before a call: save the tensors that forward may write to, if they may have to be restored."""
-        table = self.table
-        if self.options.on_nonfinite == "ignore":
-            return
-        if table.holds and not bool((begins := table["done"] == 0).all()):
-            table.renew(self.fused, begins)
-            return
-        table.drop("before")
-        table.holds = True
-        table.hold(self.fused, self._written())
+    def _hold(self, names: Iterable[str]) -> None:
+        """Keep the present values of tensors that forward may write to, to restore those of members that are frozen."""
+        if self.options.on_nonfinite != "ignore":
+            missing = [name for name in names if name not in self._before]
+            self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
+
+    @torch.no_grad()
+    def restore(self, members: Tensor) -> None:
+        """Restore what forward has written in this call, of ``members``, bool ``[rows]``."""
+        for name, rows in written_rows(self.fused, self._before):
+            places = members.nonzero().reshape(-1).to(rows.device)
+            rows[places] = self._before[name][places]
+
+    def restore_all(self) -> None:
+        """Undo a call whose update was not made, or has failed."""
+        self.restore(~self._none())
+        if self.scaler is not None:
+            self.scaler.forget()
 
     def _computed(self, losses: Tensor) -> None:
         """Handle the gradients of a call; make the update if it is the last call of one."""
         table = self.table
-        if not self._made_for[0]:
-            self._update(losses, None)
-            return
-        table["spoilt"] |= ~losses.isfinite().cpu()
         if not self._sums:
-            self._update(losses, ~self._none())
+            self._finish(losses, None, table["done"], {})
             return
-        training = table["alive"] & ~table["frozen"]
-        table.add_gradients(self.named_parameters())
-        due = table.count(training)
-        if bool((due & training).any()):
-            table.hand_over(self.named_parameters(), due)
-            self._update(losses, due)
-        else:
-            table.put_back(self.fused, ~training)
+        done = (table["done"] + 1).masked_fill(~table["alive"] | table["frozen"], 0)
+        self._finish(losses, done == table["accumulate"], done, table.summed(self.named_parameters()))
 
     def flush(self) -> bool:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
         table = self.table
         if not table.underway:
             return False
-        due = table["done"] > 0
-        table.hand_over(self.named_parameters(), due)
-        # Losses that are not finite were noted at each call.
-        self._update(torch.zeros(len(self), device="cpu"), due)
+        self._before = {}
+        self.drop_gradients()
+        sums = {name: column.clone() for name, column in table.summed(self.named_parameters()).items()}
+        self._finish(torch.zeros(len(self), device="cpu"), table["done"] > 0, table["done"], sums)
         return True
 
-    def _update(self, losses: Tensor, due: Tensor | None) -> None:
-        """Update members ``due``, bool ``[rows]``; None: all, of whom none is amid an update of several calls.
+    def _finish(self, losses: Tensor, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """End a call, now or when all groups have gradients.
 
-        If that fails, the next step begins a new update of all members.
+        Args:
+            losses: ``[rows of the group]``.
+            due: the members that make an update, bool ``[rows]``; None: all, in each call.
+            done: the number of calls of an update that each member has made, with this one.
+            sums: the sums of gradients of these calls, see `GroupTable.summed`.
         """
-        if self.deferred is not None:
-            self.deferred.updates.append((self, losses, due))
-            return
+        if due is not None:
+            self.table.hand_over(self.named_parameters(), sums, due)
+        bad = self._bad_members(losses)
+        end = partial(self._end_call, bad, due, done, sums)
+        if self.deferred is None:
+            end()
+        else:
+            self.deferred.append((self, bad, end))
+
+    def _end_call(self, bad: Tensor | None, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Freeze members ``bad``, or raise a NonFiniteError, and update the others that are due.
+
+        If that fails, the members are what they were before the call.
+        """
+        table = self.table
         try:
-            self._apply(losses, due)
+            if bad is not None:
+                table.freeze(bad, self.options.on_nonfinite == "raise")
+            if self._before and bool(table["frozen"].any()):
+                self.restore(table["frozen"])
+            if due is None or bool(due.any()):
+                self._update(due)
         except BaseException:
-            self.give_up()
+            self.restore_all()
             raise
         if due is not None:
-            self.table.end(due)
-        elif self.table.holds:
-            self.table.discard()
+            table.count(done.masked_fill(due | table["frozen"], 0), sums)
+        self._before = {}
 
-    def _apply(self, losses: Tensor, due: Tensor | None) -> None:
-        """Unscale gradients, freeze members with gradients that are not finite, clip and update."""
-        table, overflown = self.table, self._none()
-        asleep = table["frozen"]
-        if self.scaler is not None:
-            # A member that freezes now gets a smaller scale; one that was frozen keeps its own.
-            asleep = asleep.clone()
-            overflown = self.scaler.unscale_(self.optimizer)
-        if self.options.on_nonfinite != "ignore" and (bad := self.bad_members(losses, due)) is not None:
-            table.freeze(bad, self.options.on_nonfinite == "raise")
-        is_frozen = bool(table["frozen"].any())
-        if is_frozen and self.options.on_nonfinite != "ignore":
-            table.put_back(self.fused, table["frozen"])
-        everybody = due is None and not is_frozen
-        resting = overflown if everybody else table["frozen"] | (overflown if due is None else ~due)
+    def _update(self, due: Tensor | None) -> None:
+        """Unscale the gradients of members ``due``, bool ``[rows]`` or None for all, clip them and update."""
+        table, frozen = self.table, self.table["frozen"]
+        overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
+        everybody = due is None and self.scaler is None and not bool(frozen.any())
+        resting = frozen if due is None else frozen | ~due
         if self.gradient_hooks:
             idle = (resting | overflown).tolist()
             for hook in self.gradient_hooks.values():
@@ -405,32 +399,22 @@ class TrainingGroup:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
-                self.scaler.update(resting=asleep if due is None else ~due | asleep)
+                self.scaler.update(resting=resting)
         table["age"].add_(table["alive"] if everybody else table["alive"] & ~(resting | overflown))
-        table.history.step += 1
+        table.history.updated = True
 
-    def give_up(self) -> None:
-        """Discard the present updates and restore buffers; the next step begins a new update of all members."""
-        everybody = ~self._none()
-        self.table.put_back(self.fused, everybody)
-        if self.scaler is not None:
-            self.scaler.forget()
-        self.table.end(everybody)
-
-    def bad_members(self, losses: Tensor, due: Tensor | None) -> Tensor | None:
-        """Return the members of ``due`` that are not finite, bool ``[rows]``; None if all losses and gradients are."""
-        table = self.table
-        bad: Tensor = table["spoilt"]
+    def _bad_members(self, losses: Tensor) -> Tensor | None:
+        """Return the members whose loss or gradient is not finite, bool ``[rows]``; None if all train well."""
+        if self.options.on_nonfinite == "ignore":
+            return None
         # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
-        if self.scaler is None:
-            grads = [p.grad for p in self.parameters() if p.grad is not None]
-            if not all_finite(grads, losses, self._finite):
-                stacks = [grad.reshape(len(self), -1) for grad in grads]
-                bad = bad | ~losses.detach().isfinite().cpu() | overflowing(stacks, len(self))
-            elif due is None or not bool(bad.any()):
-                return None
-        bad = bad & table["alive"] & ~table["frozen"]
-        return bad if due is None else bad & due
+        grads = [p.grad for p in self.parameters() if p.grad is not None] if self.scaler is None else []
+        if all_finite(grads, losses, self._finite):
+            return None
+        stacks = [grad.reshape(len(self), -1) for grad in grads]
+        bad = ~losses.detach().isfinite().cpu() | overflowing(stacks, len(self))
+        bad &= self.table["alive"] & ~self.table["frozen"]
+        return bad if bool(bad.any()) else None
 
     def _clip(self) -> None:
         """Clip gradients, first by value, then by norm."""
@@ -448,10 +432,6 @@ class TrainingGroup:
     def each(self, fn: MemberFunction, rows: list[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run a function of one member's parameters and gradients for members ``rows`` of the group."""
         self._run_each(fn, rows, *args, **kwargs)
-        # Steps restore the buffers of frozen members.
-        written = self._none()
-        written[rows] = self.table["frozen"][rows]
-        self.table.renew(self.fused, written)
 
     def _step_some(self, rows: list[int], arguments: tuple[Any, Any, dict[str, Any]]) -> Tensor:
         """Make a step of members ``rows`` as a small group, and write its state back."""
@@ -468,35 +448,25 @@ class TrainingGroup:
         if self.deferred is None:
             chosen.store(self, rows)
         else:
-            self.deferred.writes.append(lambda: chosen.store(self, rows))
+            self.deferred.append((part, None, partial(chosen.store, self, rows)))
         all_losses = losses.new_full((len(self),), math.nan)
         all_losses[torch.tensor(rows, device=losses.device)] = losses[: len(rows)]
         return all_losses
 
     # Rows that join, leave, move and are copied.
 
-    def begin_anew(
-        self,
-        scheduler: Make | None,
-        clip_norm: HyperValue | None,
-        clip_value: HyperValue | None,
-        accumulate: int | None,
-        hypers: Mapping[str, Any],
-    ) -> None:
+    def begin_anew(self, scheduler: Make | None, numbers: Mapping[str, Any], hypers: Mapping[str, Any]) -> None:
         """Give the only member the training state of one that joins later, see `Population.start`.
 
         Raises:
             ValueError: a value is invalid, or missing because members began with different ones.
         """
-        calls = self.options.initial_calls if accumulate is None else accumulate
-        if calls is None:
-            raise ValueError("accumulate differs between the members: give it for those that join, accumulate=...")
-        limits = limits_of_new(self.options.initial_limits, clip_norm=clip_norm, clip_value=clip_value)
-        for name, values in (limits | {"calls": check_calls(calls, 1)}).items():
+        for name, values in self.options.numbers_of_new(numbers).items():
             self.table[name][:] = values
         rearrange_optimizer(self.optimizer, [None], hypers)
+        make = self.options.schedule_of_new(scheduler)
         if self.scheduler is not None:
-            self.scheduler.replace([0], scheduler)
+            self.scheduler.replace([0], make)
         if self.scaler is not None:
             self.scaler.restart([0])
 
@@ -561,6 +531,12 @@ class TrainingGroup:
             self.table.clear_updates(self.table.free)
 
 
+def signature(model: nn.Module) -> Any:
+    """Return a key that members of an array share: classes, modes, shapes, dtypes, devices."""
+    modules = tuple((path, type(m).__name__, m.training) for path, m in model.named_modules(remove_duplicate=False))
+    return modules, tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors(model))
+
+
 def check_own(parameters: Iterable[nn.Parameter]) -> None:
     """Raise a FusionError if members train a parameter together."""
     for parameter in parameters:
@@ -595,19 +571,6 @@ def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> b
         return False
     # Computing the largest magnitude would take five times as long.
     return math.isfinite(float(torch.stack(torch._foreach_norm(checked_tensors, 2)).sum()))
-
-
-@dataclass
-class DeferredUpdates:
-    """What waits until all groups have gradients: updates, and small groups that write their state back after them.
-
-    Attributes:
-        stepped: the groups that have made this step.
-    """
-
-    stepped: list[TrainingGroup] = field(default_factory=list)
-    updates: list[tuple[TrainingGroup, Tensor, Tensor | None]] = field(default_factory=list)
-    writes: list[Callable[[], object]] = field(default_factory=list)
 
 
 # Some members of a group as a small group, whose state is written back.
@@ -653,7 +616,7 @@ class ChosenRows:
         self.state.store(rows)
         if whole.scaler is not None and self.part.scaler is not None:
             whole.scaler.table.put(rows, self.part.scaler.table)
-        whole.put_rows(rows, self.part.table)
+        whole.table.put(rows, self.part.table)
 
 
 def _filled(leaf: Any, width: int) -> Any:

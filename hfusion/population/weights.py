@@ -95,7 +95,7 @@ class BestMembers:
             raise ValueError(f"mode={mode!r}, least={least}: min or max, and at least 0")
         pop, improved = self._population, []
         with pop._lock:
-            values = numbers(metrics, len(pop))
+            values = numbers("metrics", metrics, len(pop))
             for group, stacks in _stacks(pop):
                 best = group.best
                 for local, row in enumerate(group.rows):

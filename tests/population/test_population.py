@@ -204,7 +204,7 @@ BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.ten
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"scaler": True}, {"compile": True}])
 def test_an_update_that_fails_has_not_been(options: dict[str, Any]) -> None:
-    """An invalid learning rate raises; after it is corrected, the run equals one in which it was always valid."""
+    """An invalid learning rate raises; once corrected, the call is made again, and the run equals a valid one."""
 
     def run(fails: bool) -> list[Tensor]:
         arguments = {**options, "scaler": hf.optim.GradScaler()} if "scaler" in options else options
@@ -218,7 +218,8 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any]) -> None:
                 with pytest.raises(ValueError, match=r"lr of member 0 is -1\.0"):
                     pop.step(*BATCH)
                 pop.hparams["lr"] = rates
-            for _ in range(options.get("accumulate", 1)):
+            # The call that failed is made again, and no other of its update.
+            for _ in range(1 if fails and step == 1 else options.get("accumulate", 1)):
                 pop.step(*BATCH)
         assert pop.ages.tolist() == [3, 3, 3]
         return list(pop.fused.state_dict().values())
