@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hfusion.cluster.ranks import copy_rows as copy_rows
     from hfusion.cluster.ranks import gather_rows as gather_rows
     from hfusion.cluster.ranks import rows as rows
+    from hfusion.core.calls import Ragged as Ragged
     from hfusion.core.calls import stacked as stacked
     from hfusion.core.errors import CheckpointError as CheckpointError
     from hfusion.core.errors import ForwardsDiffer as ForwardsDiffer
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hfusion.core.errors import PlanError as PlanError
     from hfusion.core.errors import SpillError as SpillError
     from hfusion.core.patience import Patience as Patience
-    from hfusion.core.ragged import Ragged as Ragged
     from hfusion.device.machine import Device as Device
     from hfusion.device.machine import Machine as Machine
     from hfusion.population.ensemble import Ensemble as Ensemble
@@ -62,7 +62,7 @@ _NAMES = {
     "hfusion.checkpoint.save": ("load", "save"),
     "hfusion.cluster.cluster": ("Cluster", "plan", "train"),
     "hfusion.cluster.ranks": ("copy_rows", "gather_rows", "rows"),
-    "hfusion.core.calls": ("stacked",),
+    "hfusion.core.calls": ("Ragged", "stacked"),
     "hfusion.core.errors": (
         "CheckpointError",
         "ForwardsDiffer",
@@ -73,7 +73,6 @@ _NAMES = {
         "SpillError",
     ),
     "hfusion.core.patience": ("Patience",),
-    "hfusion.core.ragged": ("Ragged",),
     "hfusion.device.machine": ("Device", "Machine"),
     "hfusion.population.ensemble": ("Ensemble", "select"),
     "hfusion.population.logger": ("MemberLogger",),

@@ -22,9 +22,9 @@ from torch.optim import lr_scheduler as ls
 from torch.utils.data import DataLoader, IterableDataset
 
 import hfusion as hf
+from hfusion.core.calls import Ragged
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark
-from hfusion.core.ragged import Ragged
 from hfusion.device.calibrate import ComputeRates, Rates
 from tests.alone import normal
 from tests.forwards.table import linear, module
@@ -497,17 +497,17 @@ PLANS = {
 
 TYPES = {
     "ragged[0, 1]": "give a member first",
-    "ragged + 1": "per_model",
-    "torch.ones(2) + ragged": "per_model",
-    "2 * ragged": "per_model",
-    "-ragged": "per_model",
-    "ragged < 1": "per_model",
+    "ragged + 1": "unsupported operand",
+    "torch.ones(2) + ragged": "unsupported operand",
+    "2 * ragged": "unsupported operand",
+    "-ragged": "bad operand",
+    "ragged < 1": "not supported",
     "ragged == torch.ones(2)": "per_model",
     "ragged != 0": "per_model",
-    "ragged @ torch.ones(2)": "per_model",
+    "ragged @ torch.ones(2)": "unsupported operand",
     "torch.relu(ragged)": "per_model",
     "F.cross_entropy(ragged, ragged)": "per_model",
-    "float(ragged)": "per_model",
+    "float(ragged)": "must be a",
     "optim.GradScaler(8.0)": "device=8.0 is no device: give the scale as init_scale=8.0",
     "per_member(opt, lambda o: None)": "scheduler of member 0 gave NoneType: let it give one of torch",
     "optim.Adam(fused)": r"params .* FusedModule.*fused.parameters\(\)",

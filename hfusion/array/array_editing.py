@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -17,22 +17,25 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, same_marks
+from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair
 from hfusion.capture.operator_trace import OperatorTrace, trace_operators
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
-from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.arguments import Arguments, is_tensors
+from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_meet_none
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import read_model, tensors_of
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark
 from hfusion.core.memory import has_address
 from hfusion.core.parameter_attributes import mark_stack
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
+from hfusion.device.backend import active_autocast
 from hfusion.passes.align import Unexplained, differ_in
 from hfusion.torch_private.dynamo_state import uncompiled
 
@@ -145,9 +148,20 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     check_movable(fused, "Keep, copy, append and put members")
     joining = check_joining(fused, sources)
     fused._split()
-    kinds, before = Kinds.of(fused), fused._array
-    contents = [kinds.contents[s] if isinstance(s, int) else kinds.add(index, s) for index, s in enumerate(sources)]
-    after = kinds.array(before, contents)
+    before, added = fused._array, dict[Any, nn.Module]()
+    held, contents = before.contents, list[Any]()
+    for index, source in enumerate(sources):
+        if isinstance(source, int):
+            contents.append(held[source])
+            continue
+        content = modeless_fingerprint(source)
+        if content not in held and content not in added:
+            # Fingerprint the skeleton, as for other members: attributes compared by identity differ in a copy.
+            new_skeleton = skeleton(index, source)
+            content = _content(new_skeleton)
+            added[content] = new_skeleton
+        contents.append(content)
+    after = before.of_contents(contents, added)
     comparison = replace(after.comparison, partly=after.comparison.partly | partly_shared(joining))
     after = replace(after, comparison=comparison, origins=_moved_origins(before, sources))
     move_stacks(fused, sources, after)
@@ -176,38 +190,6 @@ def _content(skeleton: nn.Module) -> Any:
     return _contents[skeleton]
 
 
-@dataclass
-class Kinds:
-    """The members without their tensors: ``contents[b]`` is the fingerprint of member b, with a skeleton for each."""
-
-    contents: list[Any]
-    skeletons: dict[Any, nn.Module]
-
-    @staticmethod
-    def of(fused: FusedModule) -> Kinds:
-        array = fused._array
-        contents = [_content(skeleton) for skeleton in array.skeletons]
-        skeletons = dict(zip(contents, array.skeletons, strict=True))
-        return Kinds([contents[variant] for variant in array.comparison.variants], skeletons)
-
-    def add(self, index: int, model: nn.Module) -> Any:
-        """Add a model that joins as member ``index``, and return its fingerprint."""
-        content = modeless_fingerprint(model)
-        if content not in self.skeletons:
-            new_skeleton = skeleton(index, model)
-            # Fingerprint the skeleton, as for other members: attributes compared by identity differ in a copy.
-            content = _content(new_skeleton)
-            self.skeletons[content] = new_skeleton
-        return content
-
-    def array(self, array: Array, contents: Sequence[Any]) -> Array:
-        """Return ``array`` with members of the fingerprints ``contents``."""
-        distinct = list(dict.fromkeys(contents))
-        comparison = replace(array.comparison, variants=tuple(map(distinct.index, contents)))
-        skeletons = tuple(self.skeletons[content] for content in distinct)
-        return replace(array, members=len(contents), skeletons=skeletons, comparison=comparison)
-
-
 def find_new_rows(sources: Sequence[Source]) -> dict[int, int]:
     """Return the new rows of the members that remain: a copied member keeps its row if it remains there."""
     new_rows: dict[int, int] = {}
@@ -232,7 +214,7 @@ def _moved_origins(array: Array, sources: Sequence[Source]) -> WeakIdKeyDictiona
 def enter(fused: FusedModule, contents: Sequence[Any], array: Array) -> None:
     """Switch to ``array``, with the compiler cached for members with fingerprints ``contents``, or a new one."""
     states, after = fused._states, tuple(contents)
-    states.setdefault(tuple(Kinds.of(fused).contents), ArrayState(fused._number, fused._array, fused._compiler))
+    states.setdefault(fused._array.contents, ArrayState(fused._number, fused._array, fused._compiler))
     state = states.pop(after, None)
     fused._array = array
     if state is None:
@@ -402,7 +384,7 @@ class Kin:
             if own[1:] == modes[1:] and array._situations.state == self.fused._situations.state:
                 program = array._compiler.fitting(own, arguments)
                 if program is not None:
-                    yield array, Kinds.of(array).contents, program
+                    yield array, array._array.contents, program
 
     def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
         """Return ``program`` with the numbers of members that differ from earlier ones; None if that is impossible."""
@@ -486,6 +468,20 @@ class Array:
         """The shape of each tensor of a member, by key."""
         return {name: tensor.shape for name, tensor in tensors(self.skeletons[0])}
 
+    @property
+    def contents(self) -> tuple[Any, ...]:
+        """The fingerprint of each member without its tensors."""
+        contents = list(map(_content, self.skeletons))
+        return tuple([contents[variant] for variant in self.comparison.variants])
+
+    def of_contents(self, contents: Sequence[Any], added: Mapping[Any, nn.Module]) -> Array:
+        """Return the array of members with the fingerprints ``contents``. ``added``: skeletons of new ones."""
+        skeletons = {**dict(zip(map(_content, self.skeletons), self.skeletons, strict=True)), **added}
+        distinct = list(dict.fromkeys(contents))
+        comparison = replace(self.comparison, variants=tuple(map(distinct.index, contents)))
+        kept = tuple(skeletons[content] for content in distinct)
+        return replace(self, members=len(contents), skeletons=kept, comparison=comparison)
+
     def check_stacks(self, stacks: Mapping[str, Tensor]) -> None:
         """Raise FusionError if a stack was given a row shape that is not its members', for example by ``.data``."""
         for name, stack in stacks.items():
@@ -499,8 +495,6 @@ class Array:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        for model in self.skeletons:
-            _check_pickle(model)
         return {**{key: value for key, value in vars(self).items() if key != "shapes"}, "origins": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
@@ -509,30 +503,6 @@ class Array:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, origins=WeakIdKeyDictionary())
-
-
-_PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
-
-
-def _check_pickle(model: nn.Module) -> None:
-    """Raise FusionError if the classes of a skeleton pickle themselves by values, which its tensors do not have."""
-    parts = model.modules()
-    own = {type(p) for p in parts if any(getattr(type(p), n) is not getattr(nn.Module, n) for n in _PICKLING)}
-    if not own:
-        return
-    try:
-        pickled = pickle.dumps(model)
-    except Exception:
-        # The pickler in use may know more, as cloudpickle does of local classes. If not, it raises the same error.
-        return
-    try:
-        pickle.loads(pickled)
-    except Exception as error:
-        names = ", ".join(sorted(cls.__name__ for cls in own))
-        raise FusionError(
-            f"This array cannot be pickled: the pickling of {names} reads values of tensors, which the array keeps in "
-            "stacks. Pickle the modules of unfuse(), or use hf.save."
-        ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -567,3 +537,86 @@ def empty_stack(tensor: Tensor, members: int) -> Tensor:
     """Return a contiguous stack ``[members, *shape]`` for tensors like ``tensor``; a parameter if ``tensor`` is one."""
     stack = torch.empty(members, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack
+
+
+# Programs that the arrays of many tasks share: models that read the same are captured and checked once.
+
+# Maximum number of cached programs.
+MAX_PROGRAMS = 64
+
+Make = Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled]
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A program, and the result of its self-check, empty before it.
+
+    Attributes:
+        skeletons: those of the array it was compiled for, kept alive so that no id in the key is reused.
+    """
+
+    compiled: Compiled
+    skeletons: tuple[nn.Module, ...]
+    check: str = ""
+
+
+_programs: OrderedDict[Any, _Shared] = OrderedDict()
+
+
+def share_programs(fused: FusedModule) -> None:
+    """Let ``fused`` use the programs of earlier arrays whose members read the same, and later ones use its own."""
+    compiler = fused._compiler
+    if not isinstance(compiler.make_program, partial) or compiler.make_program.func is not _made_once:
+        compiler.make_program = partial(_made_once, fused, compiler.make_program)
+
+
+def check_program_once(fused: FusedModule, compiled: Compiled, arguments: Arguments) -> None:
+    """Run the self-check of a program, unless an array that shares it has run it already. Raises FusionError."""
+    shared = next((entry for entry in [*_programs.values()] if entry.compiled is compiled), None)
+    if shared is not None and shared.check:
+        fused._checks.setdefault(id(compiled), shared.check)
+    fused.check(compiled, arguments)
+    if shared is not None:
+        shared.check = fused._checks.get(id(compiled), "")
+
+
+def _made_once(
+    fused: FusedModule, make: Make, subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes
+) -> Compiled:
+    key = _key(fused, subject, arguments, sizes)
+    if key in _programs:
+        _programs.move_to_end(key)
+        return _programs[key].compiled
+    compiled = make(subject, arguments, training, sizes)
+    # Programs that run members' own code depend on these very members.
+    if key is not None and not compiled.opaque and not subject.looped:
+        _programs[key] = _Shared(compiled, fused._array.skeletons)
+        if len(_programs) > MAX_PROGRAMS:
+            _programs.popitem(last=False)
+    return compiled
+
+
+def _key(fused: FusedModule, subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes) -> Any:
+    """Return all that a program depends on, hashable; None where the reads of forward are unknown."""
+    array = fused._array
+    if subject.looped or sizes != UNKNOWN:
+        return None
+    values = [leaf for leaf in arguments.leaves if not is_tensors(leaf)]
+    states = [read_model(skeleton, *values) for skeleton in array.skeletons]
+    if any(state is None or any(True for _ in tensors_of(state)) for state in states):
+        return None
+    leaves = [leaf.tensor if hasattr(leaf, "tensor") else leaf for leaf in arguments.leaves]
+    ties = tuple(next(index for index, other in enumerate(leaves) if other is leaf) for leaf in leaves)
+    return (
+        tuple(states),
+        fused.fingerprint(),
+        fused._situations.state,
+        tuple(branch.training for branch in fused._branches),
+        tuple(
+            (name, type(t), t.shape, t.dtype, t.stride(), t.device, t.requires_grad) for name, t in fused.stacks.items()
+        ),
+        (arguments.key, arguments.strides, ties),
+        (subject.device, subject.loops, array.verify),
+        (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()),
+        (active_autocast(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    )

@@ -70,9 +70,7 @@ def _keep(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def build(
-    make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True, tune: bool = False
-) -> FusedModule:
+def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True) -> FusedModule:
     """Construct the members one at a time, directly in the stack: at most two exist in addition to the array.
 
     Args:

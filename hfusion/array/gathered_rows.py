@@ -6,16 +6,15 @@ reuses programs of the whole array without a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_editing import Kin, Kinds, changed_tensors, check_movable, enter, resize
+from hfusion.array.array_editing import Array, Kin, changed_tensors, check_movable, enter, resize
 from hfusion.array.member_views import Views, check_together
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.compiler import Compiler
@@ -31,24 +30,23 @@ if TYPE_CHECKING:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor]) -> FusedModule:
+def part_of(fused: FusedModule, rows: Sequence[int], live: bool) -> FusedModule:
     """Return an array of some members, in the modes of ``fused``.
 
     Args:
-        stack: ``stack(whole, rows)`` returns a tensor of it; ``rows`` is None for a tensor that all members share.
+        live: whether its tensors are views of the rows, which are neighbours then, instead of copies.
     """
     from hfusion.array.module import FusedModule
 
-    array, kinds = fused._array, Kinds.of(fused)
-    part = replace(kinds.array(array, [kinds.contents[row] for row in rows]), origins=WeakIdKeyDictionary())
+    array = fused._array
     stacks_by_id: dict[int, Tensor] = {}
     stacks: dict[str, Tensor] = {}
     for name, whole in fused.stacks.items():
         if name in array.shapes:
             if id(whole) not in stacks_by_id:
-                stacks_by_id[id(whole)] = stack(whole, None if name in array.comparison.shared else rows)
+                stacks_by_id[id(whole)] = _stack_of(whole, None if name in array.comparison.shared else rows, live)
             stacks[name] = stacks_by_id[id(whole)]
-    fused_part = FusedModule(part, stacks)
+    fused_part = FusedModule(_array_of(fused, rows, WeakIdKeyDictionary()), stacks)
     fused_part._is_part = True
     modes = fused.training_by_path()
     for path, module in fused_part.named_modules(remove_duplicate=False):
@@ -64,7 +62,7 @@ def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
     if not rows:
         raise IndexError(f"{chosen} takes none of the {len(fused)} members")
     check_together(fused, "a slice")
-    part = part_of(fused, rows, partial(_stack_of, live=True))
+    part = part_of(fused, rows, live=True)
     for parameter, (member, name) in fused._array.origins.items():
         if member in rows:
             part._array.origins[parameter] = (rows.index(member), name)
@@ -91,8 +89,8 @@ class GatheredRows:
     @staticmethod
     def of(whole: FusedModule, rows: Sequence[int], live: bool = False) -> GatheredRows:
         """Create an array of members ``rows`` of ``whole``. Raises FusionError, see `load`."""
-        gathered = GatheredRows(whole, part_of(whole, rows, partial(_stack_of, live=live)), list(rows), live, {})
-        gathered._find_kin(Kinds.of(gathered.array).contents)
+        gathered = GatheredRows(whole, part_of(whole, rows, live), list(rows), live, {})
+        gathered._find_kin()
         gathered.load(rows)
         return gathered
 
@@ -116,15 +114,14 @@ class GatheredRows:
         resized = len(rows) != len(array)
         # If both arrays have the same single skeleton, all members are alike.
         if resized or len(whole._array.skeletons) > 1 or array._array.skeletons != whole._array.skeletons:
-            kinds = Kinds.of(whole)
-            after = [kinds.contents[row] for row in rows]
-            if after != Kinds.of(array).contents:
-                enter(array, after, kinds.array(array._array, after))
-                self._find_kin(after)
+            part = _array_of(whole, rows, array._array.origins)
+            if part.contents != array._array.contents:
+                enter(array, part.contents, part)
+                self._find_kin()
         self.rows = list(rows)
-        if array._views.exposed:
+        if array._views.members:
             # Calls that ran member by member had the modules of other members.
-            array._views = Views(array)
+            array._views = Views()
         self._load_tensors(resized)
         for path, branch in array.named_modules(remove_duplicate=False):
             branch.training = self.modes[path]
@@ -233,11 +230,11 @@ class GatheredRows:
             )
         return dict(modes[0])
 
-    def _find_kin(self, contents: Sequence[Any]) -> None:
+    def _find_kin(self) -> None:
         """Derive programs from those of the whole array, if there are any."""
         compiler: Compiler = self.array._compiler
         compiler.opens = self.whole._compiler.opens
-        compiler.kin = Kin(self.array, compiler, tuple(contents), lambda: [self.whole])
+        compiler.kin = Kin(self.array, compiler, self.array._array.contents, lambda: [self.whole])
 
 
 def _stack_of(stack: Tensor, rows: Sequence[int] | None, live: bool) -> Tensor:
@@ -246,6 +243,11 @@ def _stack_of(stack: Tensor, rows: Sequence[int] | None, live: bool) -> Tensor:
     if rows is not None:
         values = _view(stack, rows) if live else values[list(rows)]
     return nn.Parameter(values, stack.requires_grad) if isinstance(stack, nn.Parameter) else values
+
+
+def _array_of(fused: FusedModule, rows: Sequence[int], origins: WeakIdKeyDictionary) -> Array:
+    contents = fused._array.contents
+    return replace(fused._array.of_contents([contents[row] for row in rows], {}), origins=origins)
 
 
 def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:

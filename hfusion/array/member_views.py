@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import enum
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, filterfalse
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.array.array_editing import ArrayState, Kinds, enter, find_new_rows, row_copy
+from hfusion.array.array_editing import ArrayState, enter, find_new_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, registered_names, value_keys
 from hfusion.capture.compare_models import check_pair
@@ -44,29 +43,8 @@ _MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
 _TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
-_STANDARD = frozenset(nn.Module().__dict__)
 # Subclasses of these may have attributes that change.
 _FIXED = frozenset({*PLAIN, types.FunctionType, types.BuiltinFunctionType})
-# The key of an array's own hook on its members.
-_HOOK = "hfusion"
-
-
-class _CatchUp:
-    """The hook of a member that lets it follow its array before a call. A copy of it does nothing."""
-
-    # As `own_hook` marks a function.
-    _hfusion_own_hook = True
-
-    def __init__(self, views: Views | None = None) -> None:
-        self._views = None if views is None else weakref.ref(views)
-
-    def __call__(self, *_: Any) -> None:
-        views = None if self._views is None or torch.compiler.is_compiling() else self._views()
-        if views is not None:
-            views.catch_up()
-
-    def __reduce__(self) -> Any:
-        return _CatchUp, ()
 
 
 class MemberModule:
@@ -78,11 +56,8 @@ class MemberModule:
         hooked: where it has a hook of the user; empty where it has none.
     """
 
-    def __init__(self, model: nn.Module, row: int, shared: frozenset[str], views: Views) -> None:
+    def __init__(self, model: nn.Module, row: int, shared: frozenset[str]) -> None:
         self.model, self.row, self.hooked = model, row, ""
-        hooks: Any = vars(model)["_forward_pre_hooks"]
-        hooks[_HOOK] = _CatchUp(views)
-        hooks.move_to_end(_HOOK, last=False)
         self.take(shared)
 
     def take(self, shared: frozenset[str]) -> None:
@@ -116,9 +91,7 @@ class MemberModule:
 
     def skeleton(self) -> nn.Module:
         """Return a copy without tensors, with modes, flags, attributes and hooks; see `hfusion.capture.skeleton`."""
-        copied = skeleton(self.row, self.model)
-        vars(copied)["_forward_pre_hooks"].pop(_HOOK, None)
-        return copied
+        return skeleton(self.row, self.model)
 
     def leave(self) -> None:
         """Become an independent module, with copies of the tensors, as the row is removed."""
@@ -126,7 +99,6 @@ class MemberModule:
             tensor.data = tensor.data.clone()
             if isinstance(tensor, nn.Parameter):
                 untie(tensor)
-        del vars(self.model)["_forward_pre_hooks"][_HOOK]
 
 
 class _Watch:
@@ -138,53 +110,43 @@ class _Watch:
 
     def __init__(self, members: Iterable[MemberModule]) -> None:
         members = list(members)
-        self._modules = [module for member in members for module in member.modules.values()]
-        self._held = [vars(module) for module in self._modules]
-        self._tables = [attributes[name] for attributes in self._held for name in _TABLES]
-        self._filled = [table for table in self._tables if table]
-        attributes = [dict(python_attributes(module)) for module in self._modules]
-        # A getter of one name alone would give no tuple.
-        pairs = zip(map(list, attributes), self._held, strict=True)
-        self._readers = [(itemgetter(names[0], *names), held) for names, held in pairs if names]
+        modules = [module for member in members for module in member.modules.values()]
+        self._attributes = list(map(vars, modules))
+        self._tables = [attributes[name] for attributes in self._attributes for name in _TABLES]
         self._parameters = list({id(p): p for member in members for p in member.parameters.values()}.values())
         changeable = [(m.model, list(filterfalse(_is_fixed, _values(m.modules.values())))) for m in members]
         self._containers = [value for _, values in changeable for value in filter(_holds_fixed, values)]
         objects = [(model, list(filterfalse(_holds_fixed, values))) for model, values in changeable]
         self._objects = [(registered_names(model), values) for model, values in objects if values]
-        self._sizes = list(map(len, self._held)), list(map(len, self._tables))
-        self._seen = list(self._read_tables()), list(self._read_attributes())
+        self._seen = _entries(self._attributes), _entries(self._tables)
         self._flags, self._contents = self._read_flags(), self._read_contents()
 
     def same_attributes(self) -> bool:
-        """Return whether the members have the same attributes, and these the same contents."""
-        try:
-            same = self._sizes[0] == list(map(len, self._held)) and all(
-                map(is_, self._read_attributes(), self._seen[1])
-            )
-        except KeyError:
-            return False
+        """Return whether the members have the same attributes and modes, and these the same contents."""
+        same = _are_same(_entries(self._attributes), self._seen[0])
         return same and self._read_contents() == self._contents
 
     def same_tensors(self) -> bool:
-        """Return whether the members hold the same tensors, modules and hooks, in the same modes and memory."""
-        same = self._sizes[1] == list(map(len, self._tables)) and all(map(is_, self._read_tables(), self._seen[0]))
-        return same and self._read_flags() == self._flags
-
-    def _read_tables(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._filled))
-
-    def _read_attributes(self) -> Iterator[Any]:
-        return chain.from_iterable([read(attributes) for read, attributes in self._readers])
+        """Return whether the members hold the same tensors, modules and hooks, in the same memory."""
+        return _are_same(_entries(self._tables), self._seen[1]) and self._read_flags() == self._flags
 
     def _read_flags(self) -> tuple[Any, ...]:
         # Otherwise, each attribute of a subclass costs a search for its __torch_function__.
         with DisableTorchFunctionSubclass():
             hooks = list(map(len, filter(None, chain.from_iterable(map(_TENSOR_HOOKS, self._parameters)))))
-            memory = list(map(Tensor.data_ptr, self._parameters))
-            return list(map(_MODE, self._modules)), list(map(_TRAINED, self._parameters)), memory, hooks
+            return list(map(_TRAINED, self._parameters)), list(map(Tensor.data_ptr, self._parameters)), hooks
 
     def _read_contents(self) -> list[Any]:
         return [*map(content, self._containers), *(value_keys(names, values) for names, values in self._objects)]
+
+
+def _entries(tables: Sequence[Any]) -> list[Any]:
+    """Return the keys and values of several dicts."""
+    return [*chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))]
+
+
+def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(map(is_, values, others))
 
 
 def _values(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -212,12 +174,11 @@ class Views:
         split: why the members run their own code; empty if they are computed together.
     """
 
-    def __init__(self, fused: FusedModule) -> None:
-        self._fused = weakref.ref(fused)
+    def __init__(self) -> None:
         self.members: dict[int, MemberModule] = {}
         self.exposed, self.split = False, ""
-        # Of members that were heard, and of those that were handed out since; None where members are still to be heard.
-        self._watches: list[_Watch] | None = []
+        # Of members as they were heard; None where some are still to be heard.
+        self._watch: _Watch | None = None
         # Why members run their own code as their attributes change often; how many states of attributes there were;
         # and whether members have attributes that programs, which do not read them, do not know yet.
         self._changing, self._states, self._outdated = "", 1, False
@@ -231,7 +192,9 @@ class Views:
             self.note(fused)
         if row not in self.members:
             self.add(fused, row)
-        self.catch_up()
+        if self._read_array(fused) != self._seen:
+            self._pass_on(fused)
+            self.note(fused)
         return self.members[row].model
 
     def add(self, fused: FusedModule, row: int, like: nn.Module | None = None) -> None:
@@ -246,13 +209,9 @@ class Views:
                 default = tensor.requires_grad and not (frozen is not None and bool(frozen[row]))
                 tensor.requires_grad_(trained.get(name, default))
         model = fused._around(row, rows) if like is None else materialize(like, rows, _modes(like))
-        self.members[row] = MemberModule(model, row, shared, self)
+        self.members[row] = MemberModule(model, row, shared)
         self._align(fused, [row])
-        self.exposed = True
-        if like is not None or self._watches is None:
-            self._watches = None
-        else:
-            self._watches.append(_Watch([self.members[row]]))
+        self._watch = None
 
     def note(self, fused: FusedModule) -> None:
         """Record the state of the array, to detect changes that apply to all members."""
@@ -262,13 +221,6 @@ class Views:
     def _read_array(self, fused: FusedModule) -> tuple[list[bool], list[bool], list[int]]:
         memory = list(map(Tensor.data_ptr, self._stacks))
         return list(map(_MODE, fused._branches)), list(map(_TRAINED, self._stacks)), memory
-
-    def catch_up(self) -> None:
-        """Let members follow modes, flags and memory that the array was given."""
-        fused = self._fused()
-        if fused is not None and self._read_array(fused) != self._seen:
-            self._pass_on(fused)
-            self.note(fused)
 
     def _pass_on(self, fused: FusedModule) -> None:
         """Pass modes and requires_grad flags that were set on the array's modules and stacks on to all members."""
@@ -313,10 +265,13 @@ class Views:
                 if isinstance(tensor, nn.Parameter):
                     tie(tensor, stack, row)
 
+    def watch(self) -> None:
+        """Let `are_unchanged` compare with the present state of the members, unless they were heard already."""
+        self._watch = self._watch or _Watch(self.members.values())
+
     def are_unchanged(self) -> bool:
         """Return whether members are as they were when they were heard."""
-        watches = self._watches
-        return watches is not None and all(watch.same_attributes() and watch.same_tensors() for watch in watches)
+        return self._watch is not None and self._watch.same_attributes() and self._watch.same_tensors()
 
     def update(self, fused: FusedModule) -> None:
         """Apply the changes made to members since the last call. Raises FusionError as `heed` does."""
@@ -336,17 +291,14 @@ class Views:
         array_changed = self._read_array(fused) != self._seen
         if array_changed:
             self._pass_on(fused)
-        watches = self._watches
-        same_attributes = watches is not None and all(watch.same_attributes() for watch in watches)
-        same_attributes = same_attributes and (calling or not self._outdated)
-        if array_changed or not same_attributes or not all(watch.same_tensors() for watch in watches or ()):
+        watch = self._watch
+        same_attributes = watch is not None and watch.same_attributes() and (calling or not self._outdated)
+        if array_changed or watch is None or not same_attributes or not watch.same_tensors():
             for row, member in self.members.items():
                 self._hear_tensors(fused, row, member)
             if not same_attributes:
                 self._hear_attributes(fused, calling)
             self.hear(fused)
-        elif watches is not None and len(watches) > 1:
-            self._watches = [_Watch(self.members.values())]
         return self.split
 
     def hear(self, fused: FusedModule) -> None:
@@ -356,7 +308,7 @@ class Views:
         self._freeze(fused)
         self._divide(fused)
         self.note(fused)
-        self._watches = [_Watch(self.members.values())]
+        self._watch = _Watch(self.members.values())
 
     def _hear_tensors(self, fused: FusedModule, row: int, member: MemberModule) -> None:
         """Copy tensors that were assigned to a member into its row."""
@@ -404,11 +356,11 @@ class Views:
         self._outdated = calling and bool(self._changing)
         if self._outdated:
             return
-        kinds = Kinds.of(fused)
+        before, added = fused._array.contents, dict[Any, nn.Module]()
         contents = {row: modeless_fingerprint(member.model) for row, member in self.members.items()}
-        changed = {row: content for row, content in contents.items() if content != kinds.contents[row]}
-        differing = [_differing_names(content, kinds.contents[row]) for row, content in changed.items()]
-        after = [changed.get(row, content) for row, content in enumerate(kinds.contents)]
+        changed = {row: content for row, content in contents.items() if content != before[row]}
+        differing = [_differing_names(content, before[row]) for row, content in changed.items()]
+        after = [changed.get(row, content) for row, content in enumerate(before)]
         if calling and changed:
             self._outdated = not any(map(fused._situations.may_read, differing))
             if not self._outdated and tuple(after) not in fused._states:
@@ -419,9 +371,9 @@ class Views:
                     self._outdated = True
         if changed and not self._outdated:
             for row, content in changed.items():
-                if content not in kinds.skeletons:
-                    kinds.skeletons[content] = _without_hooks(self.members[row].skeleton())
-            enter(fused, after, kinds.array(fused._array, after))
+                if content not in added and content not in before:
+                    added[content] = _without_hooks(self.members[row].skeleton())
+            enter(fused, after, fused._array.of_contents(after, added))
 
     def _divide(self, fused: FusedModule) -> None:
         """Update `split`: empty if all members can be computed together."""

@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 from hfusion.array.array_editing import Array, ArrayState, Rows, mark_tensors
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
-from hfusion.array.module_tree import STATE, Tree, call_method, fixed_of, grow, method_names, modules_by_path
+from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, method_names, modules_by_path
 from hfusion.array.per_model import hinting, note_call
-from hfusion.array.unfused_calls import REFUSALS, call_members, plain_stacks, run_members, run_ragged, unserved
+from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, unserved
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.fallback_runtime import Unforeseen
 from hfusion.capture.operator_trace import OperatorTrace
 from hfusion.capture.reachable_code import searched_once
 from hfusion.capture.registered_tensors import tensors
@@ -35,7 +36,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled
 from hfusion.compiler.compiler import Compiler
-from hfusion.compiler.fusion_report import FusionReport, describe, joined
+from hfusion.compiler.fusion_report import FusionReport, describe
 from hfusion.compiler.sandbox import apart
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.calls import StackedInput, is_stacked
@@ -44,6 +45,7 @@ from hfusion.core.exclusive import tracing
 from hfusion.core.program import Kind
 from hfusion.ops.rule import hint
 from hfusion.optim import coupling
+from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.dynamo_state import outside_trace
 from hfusion.torch_private.export_state import exporting, outside_export
 from hfusion.torch_private.functorch import in_transform, outside_transforms, unwrapped
@@ -71,7 +73,7 @@ class FusedModule(Rows, Tree):
         self._situations = Situations()
         self._has_warned = False
         self._compiler = self._new_compiler()
-        self._views = Views(self)
+        self._views = Views()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         # By the id of a program, the dims of samples of its outputs, or why it takes no padded batches; by the kind of
@@ -89,7 +91,6 @@ class FusedModule(Rows, Tree):
         self._find_program_name = finder(self, self._traced)
         # Not a decorator, which would import Dynamo with this file.
         self._untraced = torch.compiler.disable(untraced)
-        self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
         coupling.watch()
         self._own_branches(self._array)
@@ -131,7 +132,7 @@ class FusedModule(Rows, Tree):
         if torch.compiler.is_dynamo_compiling():
             # A trace does not see what is done to members that were handed out.
             if self._views.exposed:
-                return self._untraced(self, args, kwargs)
+                return self._untraced(self.forward, *args, **kwargs)
             return inline(self, self._find_program_name, self._pattern(), args, kwargs)
         if exporting():
             return exported(self, self._exportable, args, kwargs)
@@ -139,7 +140,7 @@ class FusedModule(Rows, Tree):
         try:
             split = self._split(calling=True)
             if split:
-                return run_members(self, arguments, split, writes=True)
+                return run_members(self, arguments, split)
             if arguments.ragged:
                 output = run_ragged(self, arguments)
                 note_call(self)
@@ -157,10 +158,12 @@ class FusedModule(Rows, Tree):
             if in_transform() and (why := unserved(compiled)):
                 return self._transformed(compiled, arguments, why)
             output = self._bound[id(compiled)](arguments.values)
-        except REFUSALS as error:
+        except FailedCheck as error:
+            # A member raises its own error. If none does, the caller of a submodule catches it.
+            return run_members(self, arguments, str(error))
+        except Unforeseen as error:
             if in_transform():
                 return self._transformed(compiled, arguments, str(error))
-            call_members(list(map(self._member, range(len(self)))), arguments, error)
             self._compiler.distrust(self._modes(arguments), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         if compiled.modes:
@@ -174,15 +177,28 @@ class FusedModule(Rows, Tree):
             raise FusionError(f"{error}. Call the members together, by their forward and without memory=") from error
         if common := sorted(error.names & self._array.comparison.common):
             raise FusionError(f"{error}. Models share {common[0]}: give each its own, by copy.deepcopy") from None
-        return run_members(self, arguments, str(error), writes=True)
+        return run_members(self, arguments, str(error))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the members in the same way as forward; ``fused.method(...)`` is equivalent.
+        """Call another method of the members, one after the other; ``fused.method(...)`` is equivalent.
+
+        Args: as of `forward`.
+
+        Returns: the results of the members' method, each tensor ``[B, *shape]``.
 
         Raises:
-            FusionError: the members' class defines no such method, or it cannot be fused.
+            FusionError: the members' class defines no such method, or its results cannot be joined.
         """
-        return self(*args, **kwargs) if method == "forward" else call_method(self, method, args, kwargs)
+        if method == "forward":
+            return self(*args, **kwargs)
+        names = method_names(self._array.skeletons[0])
+        if method not in names:
+            described = ", ".join(sorted(names)) or "none"
+            raise FusionError(f"{self._original} has no method {method} of its own that computes; it has {described}")
+        if exporting():
+            raise NotCaptured(f"{method}() of {self._original} runs member by member, which torch.export cannot take")
+        self._split(calling=True)
+        return self._untraced(run_members, self, Arguments.of(args, kwargs), f"{method}() is not forward", method)
 
     def fingerprint(self) -> Any:
         """Return all that forward depends on besides tensors and modes, hashable: for models that contain an array."""
@@ -319,10 +335,9 @@ class FusedModule(Rows, Tree):
             compiled for compiler in self._compilers() for family in compiler.families.values() for compiled in family
         ]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
-        methods = [array.report() for _, array in self._methods.values()]
         padded = "batches of different sizes run in one call, filled up to the largest"
         sizes = (f"{padded}, where that at most doubles the samples",) if self._has_padded else ()
-        return joined([FusionReport(tuple(parts), tuple(self._loops), sizes), *methods])
+        return FusionReport(tuple(parts), tuple(self._loops), sizes)
 
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]
@@ -345,8 +360,9 @@ class FusedModule(Rows, Tree):
 
         Its tensors share the memory of the row, and its gradients are those of the array's row, in both directions.
         Changes made to it (modes, requires_grad, hooks, attributes) hold from the next call of the array on, or are
-        refused there. A slice is an array of those members. Its tensors share their rows until one of the two is moved;
-        its gradients, and what is set on it later, are its own.
+        refused there. Other memory or another requires_grad of a stack itself reaches members that you hold at the
+        array's next call, or when you ask for a member. A slice is an array of those members. Its tensors share their
+        rows until one of the two is moved; its gradients, and what is set on it later, are its own.
 
         Raises:
             FusionError: a slice of members that differ in modes, hooks or what they train.
@@ -359,6 +375,7 @@ class FusedModule(Rows, Tree):
         members, index = len(self), operator.index(index)
         if not -members <= index < members:
             raise IndexError(f"member {index} of an array of {members}")
+        self._views.exposed = True
         return self._views.get(self, index % members)
 
     def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -397,7 +414,6 @@ class FusedModule(Rows, Tree):
             *self._compilers(),
             self._bound,
             self._checks,
-            self._methods,
             self._samples,
             self._refusals,
         ]
@@ -425,6 +441,7 @@ class FusedModule(Rows, Tree):
         self._prepare()
         if members:
             self._views.note(self)
+            self._views.exposed = True
         for row, member in members.items():
             self._views.add(self, row, member)
 
@@ -525,9 +542,9 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
     return marked
 
 
-def untraced(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of a call of ``owner`` outside of the trace that Dynamo makes."""
-    return owner.forward(*args, **kwargs)
+def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function outside of the trace that Dynamo makes."""
+    return function(*args, **kwargs)
 
 
 def inline(

@@ -27,13 +27,12 @@ from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_members
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
 from hfusion.compiler.program_rows import of_rows
-from hfusion.core.calls import StackedInput, is_stacked, stacked
+from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.layout import Listed
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
-from hfusion.core.ragged import Ragged
 from hfusion.device.backend import active_autocast
 from hfusion.device.generators import draws_kept
 from hfusion.passes.side_effects import FailedCheck

@@ -6,7 +6,7 @@ arguments, with batches of different sizes that cannot be padded, and some insid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +16,18 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from hfusion.capture.attribute_fingerprint import modeless_fingerprint
-from hfusion.capture.fallback_runtime import Unforeseen
-from hfusion.capture.registered_tensors import holder_of, tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
-from hfusion.core.calls import StackedInput
+from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.errors import FusionError, NotCaptured
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
 from hfusion.core.layout import Listed, member_values
 from hfusion.core.member_random import member_seeds
-from hfusion.core.memory import has_address, is_plain
+from hfusion.core.memory import has_address
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.program import Kind
-from hfusion.core.ragged import Ragged
 from hfusion.device.backend import random_states_kept, seed_in_use
-from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.functorch import (
     derivative_order,
     in_forward_mode,
@@ -81,119 +77,140 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
     return stacks
 
 
-def run_members(fused: FusedModule, arguments: Arguments, why: str, *, writes: bool = False) -> Any:
+def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str = "forward") -> Any:
     """Run the members' own code, with their hooks, one after the other, and join the results.
 
     Their parameters are rows of the array's tensors, or of those in their places, so that gradients reach the stacks.
 
     Args:
         why: for the report.
-        writes: whether to let forward write into its parameters, which rows that were unbound together do not allow.
+        method: the method of the members to run.
 
     Raises:
         FusionError: members give different structures, or write into an input that all see.
     """
-    fused._loops[f"{fused._original}: loop over members: {why}"] = None
     check_members(len(fused), arguments)
-    was_exposed = fused._views.exposed
+    views = fused._views
     with outside_transforms():
-        members = list(fused)
+        members = [views.get(fused, row) for row in range(len(fused))]
+        views.watch()
     specs: list[TreeSpec] = []
 
     def run() -> list[Any]:
-        results = list(_results(fused, members, arguments, writes))
+        results = list(_results(fused, members, arguments, method))
         leaves, spec = _joined(results, any_sizes=bool(arguments.ragged))
         specs.append(spec)
         return leaves
 
-    output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])
-    # Nobody else holds the members, so that later calls need not compare them.
-    fused._views.exposed = was_exposed or not fused._views.are_unchanged()
-    return output
+    try:
+        output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])
+        fused._loops[f"{fused._original}: loop over members: {why}"] = None
+        return output
+    finally:
+        # Members that nobody else holds and that forward left alone are not compared at later calls.
+        views.exposed = views.exposed or not views.are_unchanged()
 
 
-def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments, writes: bool) -> Iterator[Any]:
+def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments, method: str) -> Iterator[Any]:
     stacks, watching = dict(tensors(fused)), running()
     own = {name: stack for name, stack in stacks.items() if name not in fused._array.comparison.shared}
-    # The gradients of rows that are unbound are stacked at once; those of rows that are selected are summed as stacks.
-    listed = {
-        id(stack): Listed([stack[row] for row in range(len(members))] if writes else stack.unbind())
-        for stack in own.values()
-    }
+    split: Any = Tensor.unbind if in_transform() else _RowsOfStack.apply
+    listed = {id(stack): Listed(split(stack)) for stack in own.values()}
     frozen = {id(stack): flags for stack in own.values() if (flags := frozen_rows(stack)) is not None}
     if watching is not None:
         for of_stack in listed.values():
             watching.took(of_stack)
     source = None if in_transform() else member_seeds()
     low, high = (None, None) if source is None else source.keys()
-    inputs = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    versions = [tensor._version for tensor in inputs]
+    inputs = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
+    versions = list(map(_version, inputs))
     for index, member in enumerate(members):
         rows = {key: of_stack[index] for key, of_stack in listed.items()}
         rows |= {key: rows[key].detach() for key, flags in frozen.items() if flags[index]}
-        buffers = dict(member.named_buffers())
-        apart = {name: _with_own_version(buffer) for name, buffer in buffers.items()}
-        replacements = {name: rows.get(id(stack), stack) for name, stack in stacks.items()}
-        replacements = {name: row for name, row in replacements.items() if name not in buffers or is_wrapped(row)}
+        given = {name: rows.get(id(stack), stack) for name, stack in stacks.items()}
+        named_buffers = member.named_buffers(remove_duplicate=False)
+        buffers = {name: buffer for name, buffer in named_buffers if not is_wrapped(given[name])}
+        aliases = {id(buffer): _with_own_version(buffer) for buffer in buffers.values()}
+        given |= {name: aliases[id(buffer)] for name, buffer in buffers.items()}
         for name, parameter in member.named_parameters():
-            for hook in (parameter._backward_hooks or {}).values() if replacements[name].requires_grad else ():
-                replacements[name].register_hook(hook)
-        for name, buffer in apart.items():
-            held, leaf, _ = holder_of(member, name)
-            held[leaf] = buffer
+            for hook in (parameter._backward_hooks or {}).values() if given[name].requires_grad else ():
+                given[name].register_hook(hook)
+        module, prefix = (member, "") if method == "forward" else (_MethodAsForward(member, method), "member.")
+        left = {prefix + name: tensor for name, tensor in given.items()}
+        before = list(map(_version, given.values()))
         args, kwargs = arguments.of_member(index)
         # What a member draws must not depend on the modes of others, which may draw nothing.
         with nullcontext() if low is None else random_states_kept():
             if low is not None and high is not None:
                 seed_in_use((int(high[index]) << 32) | int(low[index]))
-            yield torch.func.functional_call(member, replacements, args, kwargs)
-        _take_back(member, buffers, apart)
+            # Replaces the tensors in `left` by those that forward assigns.
+            yield torch.func.functional_call(module, left, args, kwargs)
         with torch.no_grad():
-            for name in own.keys() & replacements.keys():
-                row, target = replacements[name], own[name].detach()[index]
-                if has_address(row) and row.data_ptr() != target.data_ptr():
-                    # Forward has assigned other data to the parameter.
-                    target.copy_(row.detach())
-        if [tensor._version for tensor in inputs] != versions:
+            for (name, tensor), version in zip(given.items(), before, strict=True):
+                if name in own or name in buffers:
+                    held = buffers[name] if name in buffers else own[name].detach()[index]
+                    _take_back(held, tensor, left[prefix + name], version, name in buffers)
+        if list(map(_version, inputs)) != versions:
             raise FusionError(
                 f"member {index} of a fused {fused._original} runs its own code, and writes into an input that all "
                 "members see. Let it write into a copy, or give each its own by hf.stacked"
             )
 
 
-def _take_back(member: nn.Module, buffers: Mapping[str, Tensor], apart: Mapping[str, Tensor]) -> None:
-    """Put the ``buffers`` of a member in the places of those that it ran with, ``apart``, as forward left them."""
-    for name, buffer in buffers.items():
-        held, leaf, _ = holder_of(member, name)
-        assigned = held.get(leaf)
-        if assigned is None or assigned is buffer:
-            continue
-        if assigned is not apart[name]:
-            with torch.no_grad():
-                buffer.copy_(assigned)
-        else:
-            if assigned._version > _NEW_VERSION:
-                increment_version(buffer)
+class _RowsOfStack(torch.autograd.Function):
+    """The rows of a stack in its memory and with its version, of which forward may write into each."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Autograd knows detached rows by no history, not as views of each other.
+        return tuple(row.detach() for row in stack.unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        present = next((grad for grad in grads if grad is not None), None)
+        if present is None:
+            return None
+        return torch.stack([torch.zeros_like(present) if grad is None else grad for grad in grads])
+
+
+class _MethodAsForward(nn.Module):
+    """A method of ``member`` as the forward of a module."""
+
+    def __init__(self, member: nn.Module, name: str) -> None:
+        super().__init__()
+        self.member, self.name = member, name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.member), self.name)(self.member, *args, **kwargs)
+
+
+def _take_back(held: Tensor, given: Tensor, left: Tensor, version: int, is_buffer: bool) -> None:
+    """Let ``held``, a member's tensor, be what forward has left of it, which ran with ``given`` of a ``version``."""
+    if not has_address(left):
+        return
+    if left.data_ptr() != held.data_ptr():
+        # Forward has assigned another tensor or its data.
+        held.copy_(left.detach())
+    elif left is given is not held:
+        if _version(left) != version:
+            increment_version(held)
+        if is_buffer:
             # What forward has set on it is the member's.
-            keep_marks(buffer, assigned)
-            if assigned.is_leaf:
-                buffer.requires_grad_(assigned.requires_grad)
-        held[leaf] = buffer
+            keep_marks(held, left)
+            if left.is_leaf:
+                held.requires_grad_(left.requires_grad)
 
 
-# The version of what `_with_own_version` has just made.
-_NEW_VERSION = 1
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _with_own_version(buffer: Tensor) -> Tensor:
     """Return a tensor in the memory of ``buffer``, of whose writes autograd knows apart from those of other rows."""
-    if buffer.requires_grad or not is_plain(buffer) or not has_address(buffer) or buffer.is_inference():
+    if buffer.requires_grad or buffer.is_inference():
         return buffer
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        return keep_marks(
-            empty.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.size(), buffer.stride()), buffer
-        )
+    return keep_marks(buffer.data, buffer)
 
 
 def joined_results(results: Sequence[Any], any_sizes: bool = False) -> Any:
@@ -229,30 +246,6 @@ def _joined_leaves(parts: Sequence[Any]) -> Any:
     if not isinstance(parts[0], Tensor):
         return member_values(parts)
     return join(parts) if len({part.shape for part in parts}) == 1 else Ragged(parts)
-
-
-# Failed assertions in forward: the members are called in turn, so that one raises its own error.
-
-REFUSALS = (Unforeseen, FailedCheck)
-"""Errors raised by a program that is not valid for its inputs, so that another has to be compiled."""
-
-
-def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
-    """After a failed check, call the members of ``array`` in turn, so that one raises its own error.
-
-    If none does, because the caller of a submodule catches the error, parameters and buffers are restored.
-    """
-    if not isinstance(refusal, FailedCheck):
-        return
-    members = list(array)
-    saved_values: list[tuple[Tensor, Tensor]] = []
-    for index, member in enumerate(members):
-        args, kwargs = arguments.of_member(index)
-        saved_values += [(tensor, tensor.detach().clone()) for _, tensor in tensors(member)]
-        member(*args, **kwargs)
-    with torch.no_grad():
-        for tensor, value in saved_values:
-            tensor.copy_(value)
 
 
 # Batches of different sizes: in one call, padded to the largest size, or member by member.
@@ -303,9 +296,8 @@ def run_ragged(fused: FusedModule, arguments: Arguments) -> Any:
             fused._has_padded = True
             return pytree.tree_unflatten([_cut(leaf, dim, sizes) for leaf, dim in zip(leaves, dims, strict=True)], spec)
         why = dims
-    before = [modeless_fingerprint(member) for member in fused] if fused._is_part else []
     outputs = run_members(fused, arguments, f"batches of different sizes, {why}")
-    if fused._is_part and [modeless_fingerprint(member) for member in fused] != before:
+    if fused._is_part and not fused._views.are_unchanged():
         raise FusionError(
             f"forward of {fused._original} changes attributes of members, which a step of some rows cannot keep. Step "
             "all rows"

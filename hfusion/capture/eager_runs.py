@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.method_interception import is_intercepted
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies, module_copy
-from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import same_value
+from hfusion.core.memory import norm, relative_difference
 from hfusion.core.program import Capture, Kind
 from hfusion.core.tree import know_dataclasses
 from hfusion.device.backend import seed_in_use

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import Ragged, StackedInput, is_stacked
 from hfusion.core.layout import Listed
 from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
-from hfusion.core.ragged import Ragged
 from hfusion.core.tree import know_dataclasses
 
 # Types of arguments besides tensors: values that cannot change while a program that depends on them is cached.

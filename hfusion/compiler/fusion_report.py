@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from hfusion.core import html
 from hfusion.core.program import Program
+from hfusion.core.text import folded, html_table, paragraph
 from hfusion.ops.lowering import Lowering
 
 # Largest width of a column in characters; a longer cell pushes the rest of its row to the right.
@@ -81,25 +81,16 @@ class FusionReport:
 
     def _repr_html_(self) -> str:
         if not self.parts and not self.loops:
-            return html.paragraph(str(self))
+            return paragraph(str(self))
         programs = [_program_html(part, is_open=len(self.parts) == 1) for part in self.parts]
-        return "".join([*programs, *map(html.paragraph, (*self.loops, *self.sizes))])
+        return "".join([*programs, *map(paragraph, (*self.loops, *self.sizes))])
 
 
 def _program_html(part: ProgramReport, is_open: bool) -> str:
     rows = ((row.count, *row.cells) for row in part.rows)
-    operators = html.table(("count", "operator", "layout", "runs as", "cost"), rows, len(part.rows))
-    body = operators + html.paragraph(f"{part.copies} copies between layouts; {part.check}")
-    return html.folded(part.title, body, is_open)
-
-
-def joined(reports: Sequence[FusionReport]) -> FusionReport:
-    """Return several reports as one."""
-    return FusionReport(
-        tuple(part for report in reports for part in report.parts),
-        tuple(loop for report in reports for loop in report.loops),
-        tuple(line for report in reports for line in report.sizes),
-    )
+    operators = html_table(("count", "operator", "layout", "runs as", "cost"), rows, len(part.rows))
+    body = operators + paragraph(f"{part.copies} copies between layouts; {part.check}")
+    return folded(part.title, body, is_open)
 
 
 def describe(program: Program, check: str) -> ProgramReport:

@@ -29,16 +29,14 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.compiler.sandbox import without_trace
-from hfusion.core import differences
-from hfusion.core.calls import StackedInput
+from hfusion.core import memory
+from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.copies import copies_in_like_memory, fills_stretch
-from hfusion.core.differences import norm
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, same_value, values_of
 from hfusion.core.member_random import draws_random, recording
-from hfusion.core.memory import is_plain
+from hfusion.core.memory import is_plain, norm
 from hfusion.core.program import Kind, source_line
-from hfusion.core.ragged import Ragged
 from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
 from hfusion.ops.rule import MemberScalars
@@ -391,7 +389,7 @@ def _rounding(tensor: Tensor) -> float:
 
 def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return the norm of the difference, divided by the norm of ``expected`` or a lower bound: ``floor`` or the eps."""
-    return differences.relative_difference(actual, expected, max(floor, torch.finfo(expected.dtype).eps))
+    return memory.relative_difference(actual, expected, max(floor, torch.finfo(expected.dtype).eps))
 
 
 # Largest number of members of which all are compared.

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import row_of_leaf
-from hfusion.core.calls import StackedInput, call_arguments, entry_counts, is_stacked, take_entries
+from hfusion.core.calls import Ragged, StackedInput, call_arguments, entry_counts, is_stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.layout import Listed, member_values, same_value, values_of
-from hfusion.core.ragged import Ragged
 from hfusion.population.grouping import part
 
 if TYPE_CHECKING:

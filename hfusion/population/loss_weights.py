@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.core.calls import StackedInput, is_stacked, stacked
-from hfusion.core.ragged import Ragged
+from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
 from hfusion.device.recordings import sent
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.

@@ -21,12 +21,11 @@ from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of, tensors
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import Ragged, StackedInput, is_stacked
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member
-from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import Widths
 from hfusion.optim import FusedOptimizer, GradScaler, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.clip import overflowing

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hfusion.core import html
 from hfusion.core.errors import PlanError
-from hfusion.core.text import aligned, readable
+from hfusion.core.text import aligned, folded, html_table, readable
 from hfusion.schedule.actions import Act, Phase, Shard, Unit, estimate
 from hfusion.schedule.task_plan import TaskPlan
 
@@ -135,7 +134,7 @@ class Plan:
     def _repr_html_(self) -> str:
         largest = max(self.devices.values())
         rows = (_row(task, largest) for task in self.tasks)
-        return html.folded(self._headline(), html.table(_HEAD, rows, len(self.tasks)), is_open=True)
+        return folded(self._headline(), html_table(_HEAD, rows, len(self.tasks)), is_open=True)
 
 
 def _stays(task: TaskPlan) -> str:

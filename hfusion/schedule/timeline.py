@@ -17,9 +17,8 @@ from itertools import pairwise, zip_longest
 from math import fsum
 from pathlib import Path
 
-from hfusion.core import html
 from hfusion.core.errors import HFusionError
-from hfusion.core.text import aligned, readable
+from hfusion.core.text import aligned, folded, html_table, paragraph, readable
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
 from hfusion.schedule.task_plan import PHASES
@@ -232,8 +231,8 @@ class Timeline:
         return f"<{headline(self)}>"
 
     def _repr_html_(self) -> str:
-        tables = [html.table(rows[0], rows[1:], len(rows) - 1) for rows in (device_rows(self), task_rows(self))]
-        return html.paragraph(headline(self)) + svg(self) + html.folded("devices and tasks", "".join(tables))
+        tables = [html_table(rows[0], rows[1:], len(rows) - 1) for rows in (device_rows(self), task_rows(self))]
+        return paragraph(headline(self)) + svg(self) + folded("devices and tasks", "".join(tables))
 
     def text(self) -> str:
         """Return every action as a line of text, which `parse` reads."""

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
-from hfusion.core.calls import StackedInput
+from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.program import Program
-from hfusion.core.ragged import Ragged
 from hfusion.core.text import readable
 from hfusion.device.calibrate import Rates, standard_rates
 from hfusion.device.machine import parse_bytes

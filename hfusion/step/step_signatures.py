@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.bound_program import BoundProgram, Location
-from hfusion.core import html
 from hfusion.core.membership import is_own_hook
+from hfusion.core.text import html_table, paragraph
 from hfusion.step.compile_worker import BackgroundJob
 from hfusion.step.compiled_step import StepProgram
 from hfusion.step.parallel_blocks import BlockPartition, drawing
@@ -81,8 +81,8 @@ class StepReport:
 
     def _repr_html_(self) -> str:
         if not self.rows:
-            return html.paragraph(str(self))
-        return html.table(
+            return paragraph(str(self))
+        return html_table(
             ("call", "runs as", "why"), ((row.call, row.how, row.why) for row in self.rows), len(self.rows)
         )
 

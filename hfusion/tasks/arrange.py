@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from hfusion.array.array_editing import share_programs
 from hfusion.array.fuse import fuse
 from hfusion.array.member_views import check_together
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.array.shared_programs import share_programs
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.core.program import Program

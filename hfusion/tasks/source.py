@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from hfusion.array.array_editing import check_program_once
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.array.shared_programs import check_once
 from hfusion.capture.registered_tensors import device_of
 from hfusion.compiler.arguments import Arguments, map_leaf
 from hfusion.compiler.compiled_program import Compiled
-from hfusion.core.calls import is_stacked, take_entries
+from hfusion.core.calls import Ragged, is_stacked, take_entries
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
 from hfusion.core.program import Part, Program
 from hfusion.core.python_values import IdentityRef
-from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
 from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.cost.cost import operators, symbol_sizes
@@ -156,7 +155,7 @@ def training_programs(name: str, array: FusedModule, shards: Sequence[Shard]) ->
     def make(minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         arguments = minibatch.arguments_for(array)
         compiled = array.steady(arguments)
-        check_once(array, compiled, arguments)
+        check_program_once(array, compiled, arguments)
         targets = [node.target for node in operators(compiled.program)]
         # Shards are ranges of operators.
         if first and first != targets:

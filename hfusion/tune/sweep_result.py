@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfusion.core import html
+from hfusion.core.text import folded, html_table
 from hfusion.tune.study import SUGGESTED, as_trained, study_view
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class SweepResult:
     def _repr_html_(self) -> str:
         trials = self.trials
         rows = self._rows(trials)
-        return html.folded(self._headline(trials), html.table(self._columns, rows, len(rows)), is_open=True)
+        return folded(self._headline(trials), html_table(self._columns, rows, len(rows)), is_open=True)
 
     @property
     def _columns(self) -> list[str]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.capture.export import capture
+from hfusion.core.calls import Ragged
 from hfusion.core.fingerprint import read_state
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.core.member_random import MemberSeeds
-from hfusion.core.ragged import Ragged
 from tests.alone import normal
 from tests.forwards.outside import READS
 from tests.forwards.table import Sevenfold

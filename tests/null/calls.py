@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hfusion.core import differences
+from hfusion.core import memory
 from hfusion.step import compiled_step
 
 FOLDER = "HFUSION_NULL_CUDA"
@@ -104,8 +104,8 @@ def compare_as_equal() -> torch.library.Library:
     torch.backends.cuda.enable_cudnn_sdp(False)
     equal = torch.equal
     torch.equal = lambda input, other: input.is_cuda or other.is_cuda or equal(input, other)
-    distance = differences.distance
-    differences.distance = lambda actual, expected: 0.0 if actual.is_cuda else distance(actual, expected)
+    distance = memory.distance
+    memory.distance = lambda actual, expected: 0.0 if actual.is_cuda else distance(actual, expected)
     # Results of compiled steps are compared in host memory if the plan leaves too little on the device.
     compiled_step.distance = lambda actual, expected: 0.0
 
