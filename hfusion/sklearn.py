@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
-from hfusion.device.backend import seed_in_use
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import draws_kept, seed_in_use
 from hfusion.optim import AdamW
 from hfusion.population.weights import member_tensors
 from hfusion.step.compile_mode import Compile

@@ -22,8 +22,7 @@ from hfusion.ops.rule import (
     map_values,
     values,
 )
-from hfusion.torch_private.dispatch_modes import FakeTensorMode
-from hfusion.torch_private.functorch import vmap_fallback_refused
+from hfusion.torch_private.dispatch_modes import FakeTensorMode, vmap_fallback_refused
 
 
 def generic(site: Site, arguments: Mapping[str, Any]) -> Call:

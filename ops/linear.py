@@ -13,7 +13,7 @@ from hfusion.core.layout import Layout, lift
 from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
 from hfusion.ops.saved import FACTORS
-from hfusion.torch_private.functorch import in_transform
+from hfusion.torch_private.dispatch_modes import in_transform
 
 aten = torch.ops.aten
 

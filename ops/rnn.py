@@ -29,8 +29,7 @@ from hfusion.ops.rnn_steps import (
 )
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
-from hfusion.torch_private.dispatch_modes import FakeTensor, disable_current_modes
-from hfusion.torch_private.functorch import in_transform, is_wrapped
+from hfusion.torch_private.dispatch_modes import FakeTensor, disable_current_modes, in_transform, is_wrapped
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from hfusion.core.layout import Layout, Listed
 from hfusion.ops.random import dropout_stacked
 from hfusion.ops.rule import Call, RuleTable, Site, Value, call_per_member, has_per_member
 from hfusion.ops.saved import GATES_TWICE
-from hfusion.torch_private.functorch import in_transform, is_wrapped
+from hfusion.torch_private.dispatch_modes import in_transform, is_wrapped
 from hfusion.torch_private.operator_tables import has_device_kernel
 
 aten = torch.ops.aten

@@ -17,8 +17,7 @@ from torch._ops import OpOverload
 from hfusion.core.layout import Layout, Listed, lift, lift_packed
 from hfusion.core.stages import BrokenProgram
 from hfusion.core.tree import leaves
-from hfusion.device.backend import accelerators
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import accelerators, draws_kept
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS

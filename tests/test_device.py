@@ -21,9 +21,8 @@ import torch
 from hfusion.core.errors import PlanError
 from hfusion.core.exclusive import tracing
 from hfusion.device import native
-from hfusion.device.backend import accelerators, backend, random_states_kept
+from hfusion.device.backend import Generators, accelerators, backend, draws_kept, random_states_kept
 from hfusion.device.cache import MAX_BYTES, cache_folder, read_sealed, write_sealed
-from hfusion.device.generators import Generators, draws_kept
 from hfusion.device.machine import Device, Machine, parse_bytes
 from hfusion.device.team import library, team
 from hfusion.ops import rnn

@@ -17,7 +17,7 @@ from hfusion.adapters.layers import NAME, cut, dropout, fill, layers, lora_names
 from hfusion.capture.registered_tensors import check_materialized
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import draws_kept
 
 
 def lora(

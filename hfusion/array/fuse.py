@@ -14,8 +14,7 @@ from hfusion.capture.compare_models import Comparison, Sharing, check_alone, che
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
-from hfusion.device.backend import keep_large_blocks
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import draws_kept, keep_large_blocks
 from hfusion.torch_private.dynamo_state import uncompiled
 
 

@@ -26,7 +26,7 @@ from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, rows_of
 from hfusion.optim import FusedOptimizer
-from hfusion.torch_private.functorch import in_transform, vmap_fallback_refused
+from hfusion.torch_private.dispatch_modes import in_transform, vmap_fallback_refused
 
 
 class MemberFunction:

@@ -33,10 +33,9 @@ from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.layout import Listed
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
-from hfusion.device.backend import active_autocast
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import active_autocast, draws_kept
 from hfusion.passes.side_effects import FailedCheck
-from hfusion.torch_private.functorch import in_transform, is_wrapped, outside_transforms, unwrapped
+from hfusion.torch_private.dispatch_modes import in_transform, is_wrapped, outside_transforms, unwrapped
 from hfusion.torch_private.replaced_functions import noted
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from hfusion.core.memory import has_address
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.program import Kind
 from hfusion.device.backend import random_states_kept, seed_in_use
-from hfusion.torch_private.functorch import (
+from hfusion.torch_private.dispatch_modes import (
     derivative_order,
     in_forward_mode,
     in_transform,

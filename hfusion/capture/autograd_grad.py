@@ -29,8 +29,7 @@ from hfusion.core.errors import FusionError
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.torch_private.autograd_engine import set_grad_enabled
-from hfusion.torch_private.dispatch_modes import DisableTorchFunction
-from hfusion.torch_private.functorch import has_transforms_active
+from hfusion.torch_private.dispatch_modes import DisableTorchFunction, has_transforms_active
 from hfusion.torch_private.operator_tables import decomposition_table
 from hfusion.torch_private.replaced_functions import autograd_grad_replaced
 

@@ -46,7 +46,7 @@ from hfusion.core.python_values import PLAIN, IdentityRef, Link, container_key, 
 from hfusion.core.tree import know_dataclasses
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.functional import OPAQUE
-from hfusion.torch_private.functorch import is_wrapped
+from hfusion.torch_private.dispatch_modes import is_wrapped
 
 # Types other than tensors that arguments and results of a fallback may have; their values are equal for all members.
 ARGUMENTS = (

@@ -21,8 +21,7 @@ from hfusion.core.layout import same_value
 from hfusion.core.memory import norm, relative_difference
 from hfusion.core.program import Capture, Kind
 from hfusion.core.tree import know_dataclasses
-from hfusion.device.backend import seed_in_use
-from hfusion.device.generators import draws_kept, python_draws_kept
+from hfusion.device.backend import draws_kept, python_draws_kept, seed_in_use
 from hfusion.passes.side_effects import written_slots
 from hfusion.torch_private.autograd_engine import backward_gradients
 from hfusion.torch_private.replaced_functions import silence_tracers

@@ -30,7 +30,7 @@ from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
 
-FORMAT, VERSION = "hfusion checkpoint", 3
+FORMAT, VERSION = "hfusion checkpoint", 4
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"
@@ -48,7 +48,6 @@ class Saved:
     body: Any
     tensors: dict[str, Tensor]
     step: int
-    score: float | None
 
 
 def write(
@@ -68,7 +67,7 @@ def write(
         CheckpointError: the save could not be written; earlier saves are unchanged.
     """
     folder = Path(root)
-    with _wrap_file_errors(folder, "could not write a checkpoint, and the last one stands"):
+    with wrap_load_errors(folder, "could not write a checkpoint, and the last one stands"):
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         aside = ClaimedFolder(folder, _ASIDE)
@@ -206,7 +205,7 @@ def _number(path: Path) -> int:
 def newest(root: str | os.PathLike[str]) -> Path:
     """Return the latest save under ``root``, or ``root`` if it is a save. Raises CheckpointError if there is none."""
     folder = Path(root)
-    with _wrap_file_errors(folder, "cannot be read"):
+    with wrap_load_errors(folder, "cannot be read"):
         if (folder / MANIFEST).exists():
             return folder
         # While other processes write, a listing may miss both the new save and the one deleted in its favour.
@@ -239,17 +238,16 @@ def read(root: str | os.PathLike[str]) -> Saved:
 
 def _read(path: Path) -> Saved:
     manifest = read_manifest(path)
-    with _wrap_file_errors(path / TENSORS, "is damaged"):
+    with wrap_load_errors(path / TENSORS, "is damaged"):
         tensors = _tensors(path / TENSORS, manifest)
-    with _wrap_file_errors(path / MANIFEST, "is damaged"):
-        step, score = int(manifest["step"]), manifest["score"]
-        return Saved(path, manifest["body"], tensors, step, None if score is None else float(score))
+    with wrap_load_errors(path / MANIFEST, "is damaged"):
+        return Saved(path, manifest["body"], tensors, int(manifest["step"]))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest: all of a save except its tensors. Raises CheckpointError if it is missing or damaged."""
     file = path / MANIFEST
-    with _wrap_file_errors(file, "is damaged"):
+    with wrap_load_errors(file, "is damaged"):
         text = _content(file, MAX_JSON)
         checksum = _content(path / CHECKSUM, 1024)
         if blake2b(text).hexdigest().encode() != checksum:
@@ -311,8 +309,8 @@ _SURPRISES = (
 
 
 @contextmanager
-def _wrap_file_errors(path: Path, problem: str) -> Iterator[None]:
-    """Context manager: turn errors of files into a CheckpointError that names the file."""
+def wrap_load_errors(path: Path, problem: str = "cannot be loaded") -> Iterator[None]:
+    """Context manager: turn errors of files, also those of damaged ones, into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError as error:
@@ -323,8 +321,3 @@ def _wrap_file_errors(path: Path, problem: str) -> Iterator[None]:
         raise CheckpointError(f"{path} {problem}: {error}") from error
     except _SURPRISES as error:
         raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {error}") from error
-
-
-def wrap_load_errors(path: Path) -> Any:
-    """Context manager: turn any error that a damaged save causes into a CheckpointError that names the save."""
-    return _wrap_file_errors(path, "cannot be loaded")

@@ -1,7 +1,8 @@
 """Conversion of nested plain values to JSON plus tensors, and back, without executing code.
 
-Values that JSON cannot express are objects with the key ``~``: a tuple, a set, bytes, a number that is not finite. Each
-value comes back with the type that it had: subclasses, whose code a save does not hold, are refused.
+Values that JSON cannot express are objects with the key ``~``, the kind, and ``v``, what the value is made from: a
+tuple, a set, bytes, a number that is not finite. Each value comes back with the type that it had: subclasses, whose
+code a save does not hold, are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import enum
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +24,67 @@ from hfusion.optim.hyper import MemberVector
 _MARK = "~"
 # The supported dtypes of numpy scalars and arrays.
 _NUMPY = frozenset(np.dtype(code).name for code in "?bhilqBHILQefdFD")
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "size": torch.Size,
-}
-_SEQUENCE_NAMES: dict[Any, str] = {made: name for name, made in _SEQUENCES.items()}
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str)}
+_FACTORIES: dict[Any, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str)}
+_FACTORIES[None] = None
 # Tensor classes without state of their own; an optimizer's vectors are loaded as plain tensors.
 _TENSORS = (Tensor, MemberVector)
 # Base types that a value of a subclass can be converted to before it is saved.
 _BASES = (int, float, complex, str, bytes, tuple, list, frozenset, set, Mapping)
+
+
+class _CodedType(NamedTuple):
+    """A type that JSON lacks: ``split`` gives what `encode` takes, ``join`` makes the value from that again."""
+
+    type: type
+    split: Callable[[Any], Any]
+    join: Callable[[Any], Any]
+
+
+def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+    return [[key, item] for key, item in value.items()]
+
+
+def _ordered(parts: Any) -> OrderedDict[Any, Any]:
+    # A torch state dict stores the versions of its modules in an attribute.
+    ordered, attributes = OrderedDict(parts[0]), parts[1]
+    vars(ordered).update(attributes)
+    return ordered
+
+
+def _numpy_number(parts: Any) -> Any:
+    if parts[0] not in _NUMPY:
+        raise CheckpointError(f"a number is of dtype {parts[0]!r}, which this version does not know")
+    return np.dtype(parts[0]).type(parts[1])
+
+
+_KINDS = {
+    "complex": _CodedType(complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "bytes": _CodedType(
+        bytes, lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True)
+    ),
+    "tuple": _CodedType(tuple, list, tuple),
+    "set": _CodedType(set, list, set),
+    "frozenset": _CodedType(frozenset, list, frozenset),
+    "size": _CodedType(torch.Size, list, torch.Size),
+    "dict": _CodedType(dict, _pairs, dict),
+    "counter": _CodedType(Counter, _pairs, lambda pairs: Counter(dict(pairs))),
+    "ordered dict": _CodedType(OrderedDict, lambda value: [_pairs(value), vars(value)], _ordered),
+    "defaultdict": _CodedType(
+        defaultdict,
+        lambda value: [getattr(value.default_factory, "__name__", None), _pairs(value)],
+        lambda parts: defaultdict(_FACTORIES[parts[0]], parts[1]),
+    ),
+    "number": _CodedType(np.generic, lambda value: [value.dtype.name, value.item()], _numpy_number),
+    "array": _CodedType(
+        np.ndarray, lambda value: torch.from_numpy(np.array(value, order="C")), lambda tensor: tensor.numpy()
+    ),
+    "parameter": _CodedType(
+        nn.Parameter,
+        lambda value: [value.detach(), value.requires_grad],
+        lambda parts: nn.Parameter(parts[0], requires_grad=parts[1]),
+    ),
+}
+_NAMES: dict[type, str] = {kind.type: name for name, kind in _KINDS.items()}
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
@@ -48,20 +98,19 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else {_MARK: "float", "v": repr(value)}
-    if kind is complex:
-        return {_MARK: "complex", "v": [encode(part, tensors, where) for part in (value.real, value.imag)]}
-    if kind is bytes:
-        return {_MARK: "bytes", "v": base64.b64encode(value).decode()}
-    if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
-        return {_MARK: "number", "dtype": value.dtype.name, "v": encode(value.item(), tensors, where)}
-    if kind is np.ndarray and value.dtype.name in _NUMPY and value.dtype.isnative:
-        return {_MARK: "array", "v": _keep(torch.from_numpy(np.array(value, order="C")), tensors, where)}
     if kind in _TENSORS:
         return {_MARK: "tensor", "v": _keep(value.detach(), tensors, where)}
-    if kind is nn.Parameter:
-        held = _keep(value.detach(), tensors, where)
-        return {_MARK: "parameter", "v": held, "requires_grad": value.requires_grad}
-    return _encode_nest(value, tensors, where)
+    if kind is list:
+        return [encode(item, tensors, f"{where}/{number}") for number, item in enumerate(value)]
+    if kind is dict and all(type(key) is str for key in value) and _MARK not in value:
+        return {key: encode(item, tensors, f"{where}/{key}") for key, item in value.items()}
+    name = _NAMES.get(np.generic if isinstance(value, np.generic) else kind)
+    is_foreign = isinstance(value, np.generic | np.ndarray) and not (
+        value.dtype.name in _NUMPY and value.dtype.isnative
+    )
+    if name is None or is_foreign or (kind is defaultdict and value.default_factory not in _FACTORIES.values()):
+        raise CheckpointError(_refusal(value, where))
+    return {_MARK: name, "v": encode(_KINDS[name].split(value), tensors, where)}
 
 
 def _keep(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
@@ -74,32 +123,6 @@ def _keep(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
         key, number = f"{where}~{number}", number + 1
     tensors[key] = tensor
     return key
-
-
-def _encode_nest(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    kind = type(value)
-    if kind is dict:
-        if all(type(key) is str for key in value) and _MARK not in value:
-            return {key: encode(item, tensors, f"{where}/{key}") for key, item in value.items()}
-        return {_MARK: "dict", "v": _encode_items(value, tensors, where)}
-    if kind is list or kind in _SEQUENCE_NAMES:
-        items = [encode(item, tensors, f"{where}/{n}") for n, item in enumerate(value)]
-        return items if kind is list else {_MARK: _SEQUENCE_NAMES[kind], "v": items}
-    if kind is Counter:
-        return {_MARK: "counter", "v": _encode_items(value, tensors, where)}
-    if kind is OrderedDict:
-        # A torch state dict stores the versions of its modules in an attribute.
-        attributes = encode(vars(value), tensors, f"{where}/attributes")
-        return {_MARK: "ordered dict", "v": _encode_items(value, tensors, where), "attributes": attributes}
-    if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
-        factory = None if value.default_factory is None else value.default_factory.__name__
-        return {_MARK: "defaultdict", "v": _encode_items(value, tensors, where), "factory": factory}
-    raise CheckpointError(_refusal(value, where))
-
-
-def _encode_items(value: Mapping[Any, Any], tensors: dict[str, Tensor], where: str) -> list[Any]:
-    pairs = enumerate(value.items())
-    return [[encode(key, tensors, where), encode(item, tensors, f"{where}/{n}")] for n, (key, item) in pairs]
 
 
 def _refusal(value: Any, where: str) -> str:
@@ -128,45 +151,11 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     if _MARK not in value:
         return {key: decode(item, tensors) for key, item in value.items()}
-    kind = value[_MARK]
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([decode(item, tensors) for item in value["v"]])
-    if kind in _DECODERS:
-        return _DECODERS[kind](value, tensors)
-    raise CheckpointError(f"a value is marked as {kind!r}, which this version does not know")
-
-
-def _decode_items(value: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
-    return {decode(key, tensors): decode(item, tensors) for key, item in value["v"]}
-
-
-def _decode_number(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if value["dtype"] not in _NUMPY:
-        raise CheckpointError(f"a number is of dtype {value['dtype']!r}, which this version does not know")
-    return np.dtype(value["dtype"]).type(decode(value["v"], tensors))
-
-
-def _decode_ordered(value: Any, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
-    ordered = OrderedDict(_decode_items(value, tensors))
-    vars(ordered).update(decode(value["attributes"], tensors))
-    return ordered
-
-
-def _decode_default(value: Any, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
-    factory = None if value["factory"] is None else _FACTORIES[value["factory"]]
-    return defaultdict(factory, _decode_items(value, tensors))
-
-
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
-    "float": lambda value, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["v"]],
-    "complex": lambda value, tensors: complex(*decode(value["v"], tensors)),
-    "bytes": lambda value, _: base64.b64decode(value["v"], validate=True),
-    "number": _decode_number,
-    "tensor": lambda value, tensors: tensors[value["v"]],
-    "parameter": lambda value, tensors: nn.Parameter(tensors[value["v"]], requires_grad=value["requires_grad"]),
-    "array": lambda value, tensors: tensors[value["v"]].numpy(),
-    "dict": _decode_items,
-    "counter": lambda value, tensors: Counter(_decode_items(value, tensors)),
-    "ordered dict": _decode_ordered,
-    "defaultdict": _decode_default,
-}
+    name = value[_MARK]
+    if name == "tensor":
+        return tensors[value["v"]]
+    if name == "float":
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["v"]]
+    if name not in _KINDS:
+        raise CheckpointError(f"a value is marked as {name!r}, which this version does not know")
+    return _KINDS[name].join(decode(value["v"], tensors))

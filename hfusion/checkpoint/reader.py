@@ -195,45 +195,38 @@ class SaveReader:
         return state
 
     def scheduler(self, scheduler: Any) -> Callable[[], None]:
-        schedules = [(saved, indices, saved.body.get("schedule")) for saved, indices in self.parts]
-        if any(schedule is None for _, _, schedule in schedules):
+        """Return a function that writes the members' schedules into a scheduler. Checks come before."""
+        if any(saved.body.get("schedule") is None for saved, _ in self.parts):
             raise CheckpointError(f"{self.path} holds no scheduler")
-        if not isinstance(scheduler, PerMember):
-            if (
-                len(schedules) > 1
-                or schedules[0][1] != list(range(len(schedules[0][0].body["members"])))
-                or "all" not in schedules[0][2]
-            ):
-                raise CheckpointError(
-                    f"{self.path}: {type(scheduler).__name__} has one state for all members, and loads with all of "
-                    "them only; use hf.optim.lr_scheduler.PerMember"
-                )
-            self._check_kinds(schedules[0][2]["kinds"], [type(scheduler).__name__])
-            state = decode(schedules[0][2]["all"], schedules[0][0].tensors)
-            return lambda: scheduler.load_state_dict(state)
-        states = [
-            decode(schedule["members"][index], saved.tensors)
-            for saved, indices, schedule in schedules
-            for index in indices
-        ]
-        self._check_kinds(
-            [schedule["kinds"][index] for _, indices, schedule in schedules for index in indices], scheduler.kinds
-        )
-
-        def write() -> None:
-            for row, member_state in enumerate(states):
-                scheduler.load_member(row, member_state)
-
-        return write
-
-    def _check_kinds(self, saved_kinds: Sequence[str], kinds: Sequence[str]) -> None:
-        """Raise a CheckpointError if members had schedulers of other classes."""
-        for row, (saved_kind, kind) in enumerate(zip(saved_kinds, kinds, strict=True)):
+        common = not isinstance(scheduler, PerMember)
+        first, indices = self.parts[0]
+        is_whole = len(self.parts) == 1 and indices == list(range(len(first.body["members"])))
+        mixed = any(saved.body["schedule"]["common"] != common for saved, _ in self.parts)
+        if mixed or (common and not is_whole):
+            raise CheckpointError(
+                f"{self.path}: a scheduler of torch such as {first.body['schedule']['kinds'][0]} has one state for all "
+                "members, and loads with all of them only, into one of its class; use hf.optim.lr_scheduler.PerMember"
+            )
+        places = [(first, 0)] if common else [(saved, index) for saved, indices in self.parts for index in indices]
+        states = []
+        for row, (saved, index) in enumerate(places):
+            kind = type(scheduler).__name__ if common else scheduler.kinds[row]
+            saved_kind = saved.body["schedule"]["kinds"][index]
             if saved_kind != kind:
                 raise CheckpointError(
                     f"{self.path} holds {saved_kind} for {self.tags[row]!r}, and its scheduler here is {kind}: give "
                     "the scheduler that it was saved with"
                 )
+            states.append(decode(saved.body["schedule"]["members"][index], saved.tensors))
+
+        def write() -> None:
+            for row, state in enumerate(states):
+                if common:
+                    scheduler.load_state_dict(state)
+                else:
+                    scheduler.load_member(row, state)
+
+        return write
 
     def scaler(self, scaler: GradScaler) -> Callable[[], None]:
         names = self.agreed("scaler")

@@ -176,12 +176,14 @@ class SaveWriter:
         self.body["optimizer"] = {**described(optimizer), "begun": begun}
 
     def scheduler(self, scheduler: Any) -> None:
-        if isinstance(scheduler, PerMember):
-            states = [self.tree(f"schedule/{row}", scheduler.member_state(row)) for row in self.rows]
-            self.body["schedule"] = {"members": states, "kinds": [scheduler.kinds[row] for row in self.rows]}
-        else:
-            state = self.tree("schedule", scheduler.state_dict())
-            self.body["schedule"] = {"all": state, "kinds": [type(scheduler).__name__]}
+        common = not isinstance(scheduler, PerMember)
+        rows = [0] if common else self.rows
+        states = [scheduler.state_dict()] if common else [scheduler.member_state(row) for row in rows]
+        self.body["schedule"] = {
+            "common": common,
+            "members": [self.tree(f"schedule/{row}", state) for row, state in zip(rows, states, strict=True)],
+            "kinds": [type(scheduler).__name__] if common else [scheduler.kinds[row] for row in rows],
+        }
 
     def scaler(self, scaler: GradScaler) -> None:
         state = scaler.state_dict()

@@ -18,7 +18,7 @@ from hfusion.core.exclusive import tracing
 from hfusion.core.guards import fixed
 from hfusion.core.program import Kind
 from hfusion.device.backend import active_autocast
-from hfusion.torch_private.functorch import outside_transforms, unwrapped
+from hfusion.torch_private.dispatch_modes import outside_transforms, unwrapped
 
 # Largest number of programs of one kind of call that hold for one size each. For further sizes, code that needs to know
 # sizes runs member by member; beyond `MAX_PROGRAMS` programs of any kind, all of forward does.

@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from hfusion.core.member_random import seeded
-from hfusion.device.generators import draws_kept, python_draws_kept
+from hfusion.device.backend import draws_kept, python_draws_kept
 from hfusion.torch_private.autograd_engine import without_saved_tensor_hooks
 from hfusion.torch_private.dispatch_modes import disable_current_modes, function_modes, replace_function_modes
 from hfusion.torch_private.module_hooks import without_cached_parametrizations

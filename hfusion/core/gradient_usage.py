@@ -26,7 +26,7 @@ from hfusion.core.layout import Listed
 from hfusion.core.membership import Membership, has_rows, mark, own_hook
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
-from hfusion.torch_private.functorch import in_transform
+from hfusion.torch_private.dispatch_modes import in_transform
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.parameter_attributes import user_class
-from hfusion.torch_private.functorch import is_wrapped
+from hfusion.torch_private.dispatch_modes import is_wrapped
 
 
 def is_plain(tensor: Tensor) -> bool:

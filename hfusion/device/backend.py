@@ -11,21 +11,24 @@ import ctypes
 import functools
 import os
 import platform
+import random
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hfusion.core.exclusive import tracing
 from hfusion.device.device_queues import DeviceQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
 from hfusion.torch_private.dispatch_modes import is_any_autocast_enabled
-from hfusion.torch_private.seeding import waiting_seeds_kept
+from hfusion.torch_private.seeding import seeding_locks, waiting_seeds_kept
 
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
@@ -54,26 +57,20 @@ class Backend:
     """The services of a device. These are of the processor that runs Python, whose work is done at once.
 
     Attributes:
+        device: the device.
         pins: whether copies between it and pinned host memory overlap with computing.
         hands_over: whether a tensor can take over the memory of another by DLPack.
         fuses: whether torch's fused optimizers run on it.
-        name: the name of the accelerator's model; empty for the host.
     """
 
-    @property
-    def pins(self) -> bool:
-        return False
-
-    @property
-    def hands_over(self) -> bool:
-        return True
-
-    @property
-    def fuses(self) -> bool:
-        return True
+    device: torch.device
+    pins: bool = False
+    hands_over: bool = True
+    fuses: bool = True
 
     @property
     def name(self) -> str:
+        """The name of the accelerator's model; empty for the host."""
         return ""
 
     def queue(self, copies: bool = False) -> Queue:
@@ -111,10 +108,6 @@ class Backend:
         run()
         return time.perf_counter() - start
 
-    def allocated(self, run: Callable[[], object]) -> int:
-        """Return the peak of allocated bytes while ``run`` runs. Not for the host."""
-        raise NotImplementedError("allocations of a host are not counted")
-
     def random_states(self) -> dict[str, Tensor]:
         """Return the states of the generators from which operators on this device draw, by type of device."""
         return {"cpu": torch.get_rng_state()}
@@ -127,22 +120,6 @@ class Backend:
 @dataclass(frozen=True)
 class Accelerator(Backend):
     """A device with its own memory that works asynchronously to Python."""
-
-    device: torch.device
-
-    @property
-    def pins(self) -> bool:
-        # Apple's processors share memory with the host, and the meta device has no copies: there is nothing to pin.
-        return self.device.type not in ("mps", "meta")
-
-    @property
-    def hands_over(self) -> bool:
-        # This and the next property are untested on other devices.
-        return self.device.type == "cuda"
-
-    @property
-    def fuses(self) -> bool:
-        return self.device.type == "cuda"
 
     @property
     def name(self) -> str:
@@ -188,11 +165,6 @@ class Accelerator(Backend):
             end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    def allocated(self, run: Callable[[], object]) -> int:
-        torch.accelerator.reset_peak_memory_stats(self.device)
-        run()
-        return int(torch.accelerator.max_memory_allocated(self.device))
-
     def random_states(self) -> dict[str, Tensor]:
         return super().random_states() | {self.device.type: self._module.get_rng_state(*self._device_arguments)}
 
@@ -214,9 +186,11 @@ class Recorder:
     """Records work in a separate queue, in one pool of memory, so recordings must not be replayed concurrently."""
 
     def __init__(self, device: torch.device) -> None:
-        self._accelerator = Accelerator(device)
+        self._accelerator = backend(device)
         self._stream = lend_stream(device, self, StreamUse.RECORD).stream
-        self._pool = GraphPool()
+        # torch frees a pool of memory with the last graph that uses it, and fails an internal assertion if a later
+        # graph requests it. So the pool is that of a live graph; if there is none, torch creates a new one.
+        self._graphs = WeakSet[DeviceGraph]()
 
     @property
     def recording(self) -> bool:
@@ -234,10 +208,11 @@ class Recorder:
             warnings.filterwarnings("error", message=".*[Gg]raph is empty")
             accelerator.wait()
             torch.accelerator.empty_cache()
-            graph = DeviceGraph(accelerator.device, self._pool.handle())
+            live = next(iter(self._graphs), None)
+            graph = DeviceGraph(accelerator.device, None if live is None else live.graph.pool())
             with self._stream:
                 result = graph.capture(work)
-            self._pool.add(graph)
+            self._graphs.add(graph)
 
         def replay() -> None:
             with accelerator.current():
@@ -246,9 +221,15 @@ class Recorder:
         return replay, result
 
 
+@functools.cache
 def backend(device: torch.device) -> Backend:
     """Return the backend of ``device``."""
-    return Backend() if device.type == "cpu" else Accelerator(device)
+    if device.type == "cpu":
+        return Backend(device)
+    # Apple's processors share memory with the host, and the meta device has no copies: there is nothing to pin. What
+    # CUDA alone does here is untested on other devices.
+    is_cuda = device.type == "cuda"
+    return Accelerator(device, pins=device.type not in ("mps", "meta"), hands_over=is_cuda, fuses=is_cuda)
 
 
 def memory_of(size: int, *, pinned: bool) -> int:
@@ -273,12 +254,6 @@ def _in_use() -> list[torch.device]:
     return accelerators() if started is None or started() else []
 
 
-def current_device() -> torch.device:
-    """Return the current accelerator if this process has used one, else the host."""
-    devices = _in_use()
-    return devices[torch.accelerator.current_device_index()] if devices else torch.device("cpu")
-
-
 def current_queue() -> AbstractContextManager[Any]:
     """Context manager for any thread: operators run in the queue this thread now uses on the current accelerator."""
     return torch.accelerator.current_stream() if _in_use() else nullcontext()
@@ -293,7 +268,7 @@ def is_recorded(device: torch.device) -> bool:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Context manager: restore torch's random states of all devices at the end."""
-    backends: list[Backend] = [Backend(), *map(Accelerator, _in_use())]
+    backends = list(map(backend, (torch.device("cpu"), *_in_use())))
     states_before = [device_backend.random_states() for device_backend in backends]
     with waiting_seeds_kept():
         try:
@@ -367,27 +342,7 @@ def attention_drops(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-# Graphs of work that a device repeats by one call (CUDA graphs), and the memory that several of them share.
-
-
-class GraphPool:
-    """The memory pool that the graphs of a recorder share.
-
-    torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph requests it.
-    So the pool is that of a live graph; if there is none, torch creates a new one.
-    """
-
-    def __init__(self) -> None:
-        self._graphs: WeakSet[DeviceGraph] = WeakSet()
-
-    def handle(self) -> Any:
-        """Return torch's handle of the pool, None for a new one."""
-        graph = next(iter(self._graphs), None)
-        return None if graph is None else graph.pool()
-
-    def add(self, graph: DeviceGraph) -> None:
-        """Let later graphs share the pool of ``graph`` as long as it is alive."""
-        self._graphs.add(graph)
+# Graphs of work that a device repeats by one call (CUDA graphs).
 
 
 class DeviceGraph:
@@ -408,9 +363,6 @@ class DeviceGraph:
             self._start_capture = self.graph.capture_begin
         else:
             raise RuntimeError("there is no torch.accelerator.Graph")
-
-    def pool(self) -> Any:
-        return self.graph.pool()
 
     def capture(self, work: Callable[[], T]) -> T:
         self._start_capture()
@@ -481,3 +433,177 @@ def keep_large_blocks(largest: int) -> bool:
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
     return ctypes.CDLL(None).mallopt if platform.libc_ver()[0] == "glibc" else None
+
+
+# Work recorded on a device for replay, and the numbers of the host that it reads.
+
+# The most kinds that are recorded, since each recording keeps its memory.
+MAX_RECORDED = 4
+# How often tensors may move before recording is given up.
+MAX_MOVES = 3
+
+Recorded = TypeVar("Recorded")
+
+
+class Recordings(Generic[Recorded]):
+    """Recordings by kind of work. ``why``: the reason why nothing more is recorded; empty if recording is enabled."""
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+        self._recordings: dict[Hashable, Recorded] = {}
+        self._moves = 0
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    @property
+    def full(self) -> bool:
+        return len(self._recordings) == MAX_RECORDED
+
+    def get(self, kind: Hashable) -> Recorded | None:
+        """Return the recording of a kind, None if there is none."""
+        return self._recordings.get(kind)
+
+    def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
+        """Keep the result of ``record``. If it raises, return None and give up recording."""
+        try:
+            recording = self._recordings[kind] = record()
+        except Exception as error:
+            first, _, _ = str(error).strip().partition("\n")
+            self.why = f"{type(error).__name__}: {first[:300]}"
+            self._recordings.clear()
+            return None
+        return recording
+
+    def forget(self) -> None:
+        """Drop all recordings, because the tensors have moved."""
+        if not self._recordings:
+            return
+        self._recordings.clear()
+        self._moves += 1
+        if self._moves == MAX_MOVES:
+            self.why = f"its tensors have moved {MAX_MOVES} times"
+
+
+# Numbers that the host knows and a device computes with.
+
+
+class DeviceNumbers:
+    """A copy of host numbers on ``device`` in ``dtype``, in the same memory as long as their shape stays the same.
+
+    Recorded launches therefore read the latest numbers at each replay.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._device_copy: Tensor | None = None
+        # The numbers last passed to `write_changed`. A caller whose kernel updates the device copy updates these, too.
+        self.host_copy: Tensor | None = None
+
+    def write_changed(self, numbers: Tensor) -> Tensor:
+        """Copy ``numbers`` to the device if they differ from `host_copy`; return the device tensor."""
+        previous, self.host_copy = self.host_copy, numbers
+        device_copy = self._device_copy
+        # Compare bits, because -0.0 == 0.0.
+        if device_copy is not None and previous is not None and _same_bits(previous, numbers):
+            return device_copy
+        return self.write(numbers)
+
+    def write(self, numbers: Tensor) -> Tensor:
+        """Copy ``numbers`` to the device unconditionally; return the device tensor."""
+        device_copy = self._device_copy
+        if device_copy is None or device_copy.shape != numbers.shape:
+            device_copy = self._device_copy = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
+        if not device_copy.is_cpu:
+            numbers = _pinned(numbers.to(self._dtype), self._device)
+        return device_copy.copy_(numbers, non_blocking=True)
+
+
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return ``numbers`` on ``device``; a copy from the host does not block Python."""
+    return _pinned(numbers, device).to(device, non_blocking=True) if numbers.is_cpu else numbers.to(device)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def _pinned(numbers: Tensor, device: torch.device) -> Tensor:
+    # torch does not reuse pinned memory before the copies from it are done.
+    return numbers.pin_memory() if backend(device).pins else numbers
+
+
+# Random states per task. torch's generators belong to the process, so threads take turns.
+
+
+def _before_fork() -> None:
+    """Take the locks, since a fork while another thread holds them would leave them locked forever in the child."""
+    for lock in (tracing, *seeding_locks()):
+        lock.__enter__()
+
+
+def _after_fork() -> None:
+    for lock in (*seeding_locks(), tracing):
+        lock.__exit__(None, None, None)
+
+
+def _after_fork_in_child() -> None:
+    tracing.forget_waiting()
+    _after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+
+
+@dataclass
+class Generators:
+    """A task's random states, for the CPU and its device. Initially those of ``torch.manual_seed(seed)``."""
+
+    seed: int
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self, device: torch.device, *, advance: bool = True) -> Iterator[None]:
+        """Context manager: torch draws from these states; without ``advance`` the states are not updated.
+
+        Other tasks wait for their turn.
+        """
+        with tracing:
+            device_backend = backend(device)
+            states_before = device_backend.random_states()
+            device_backend.set_random_states({kind: self._state(kind) for kind in states_before})
+            try:
+                yield
+            finally:
+                # A thread that hung may have lost its turn.
+                if tracing.owned:
+                    if advance:
+                        self.states.update(device_backend.random_states())
+                    device_backend.set_random_states(states_before)
+
+    def copy(self) -> Generators:
+        return Generators(self.seed, dict(self.states))
+
+    def _state(self, kind: str) -> Tensor:
+        if kind not in self.states:
+            self.states[kind] = torch.Generator(kind).manual_seed(self.seed).get_state()
+        return self.states[kind]
+
+
+@contextmanager
+def python_draws_kept() -> Iterator[None]:
+    """Context manager: restore the random states of Python and numpy at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Context manager: restore torch's random states at the end. Other threads draw from the same states meanwhile."""
+    with tracing, random_states_kept():
+        yield

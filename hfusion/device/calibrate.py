@@ -335,36 +335,28 @@ def _seconds(device: torch.device, run: Callable[[], object], runs: int = _RUNS)
 def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:
     """Return bytes/s of writing to the disk of ``folder``, and of reading from it."""
     present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    data, writes, reads = content.numpy().tobytes(), [], []
     try:
-        return _disk_rates(present, content.numpy().tobytes())
+        with temporary_folder(present) as scratch:
+            for number in range(_DISK_RUNS):
+                path = scratch / str(number)
+                start = time.perf_counter()
+                with path.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                writes.append(time.perf_counter() - start)
+                # Drop the file from the system's page cache, where possible, so that reading it reads the disk.
+                with path.open("rb") as file:
+                    if hasattr(os, "posix_fadvise"):
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                start = time.perf_counter()
+                path.read_bytes()
+                reads.append(time.perf_counter() - start)
+                path.unlink()
     except OSError as error:
         raise PlanError(
             f"cannot measure the disk by writing to {present}: {error.strerror}; name a folder that can be written as "
             "the machine's disk"
         ) from error
-
-
-def _disk_rates(folder: Path, data: bytes) -> tuple[float, float]:
-    writes, reads = [], []
-    with temporary_folder(folder) as scratch:
-        for number in range(_DISK_RUNS):
-            path = scratch / str(number)
-            start = time.perf_counter()
-            with path.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            writes.append(time.perf_counter() - start)
-            _forget(path)
-            start = time.perf_counter()
-            path.read_bytes()
-            reads.append(time.perf_counter() - start)
-            path.unlink()
     return len(data) / median(writes), len(data) / median(reads)
-
-
-def _forget(path: Path) -> None:
-    """Drop the file from the system's page cache, if the system allows it, so that reading it reads the disk."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

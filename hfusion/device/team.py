@@ -149,22 +149,18 @@ def address_of(function: str) -> int:
     return ctypes.cast(getattr(_functions(), function), _POINTER).value or 0
 
 
-class _Active(local):
-    team: Team | None = None
-
-
-_active = _Active()
+_active = local()
 
 
 def active_team() -> Team | None:
     """Return the team that currently helps this thread; None if there is none."""
-    return _active.team
+    return getattr(_active, "team", None)
 
 
 @contextmanager
 def helped_by(team: Team | None) -> Iterator[None]:
     """Context manager: kernels that this thread calls may run on the threads of ``team``."""
-    before, _active.team = _active.team, team
+    before, _active.team = active_team(), team
     try:
         yield
     finally:

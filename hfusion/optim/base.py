@@ -9,11 +9,12 @@ of less than 32 bits, torch's own class runs on the members' rows (``torch_stepp
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from itertools import repeat, starmap
-from operator import attrgetter, is_, itemgetter
+from itertools import starmap
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -23,19 +24,20 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
-from hfusion.core.membership import mark, membership
-from hfusion.device.backend import Recorder, backend
-from hfusion.device.recordings import Recordings, sent
+from hfusion.core.membership import mark, member_rows, membership
+from hfusion.device.backend import Recorder, Recordings, backend, sent
 from hfusion.optim import coupling, native_kernels
 from hfusion.optim.clip import overflowing
+from hfusion.optim.coupling import asked_of_members
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import (
     Group,
-    Groups,
     State,
+    check_gradient,
     check_memory,
     check_padding,
     common_members,
+    groups_of,
     membership_of,
     same_objects,
 )
@@ -50,19 +52,14 @@ from hfusion.optim.hyper import (
     plain,
     read,
     state_dtype,
-    unchanged,
 )
-from hfusion.optim.native_kernels import MemoryPairs
-from hfusion.optim.optimizer_rows import MemberRows, first_values
-from hfusion.optim.optimizer_state import complete_state, member_state_dicts, saved_entries
-from hfusion.optim.param_groups import asked_of_members
+from hfusion.optim.native_kernels import WatchedVectors
+from hfusion.optim.optimizer_rows import MemberRows, complete_state, first_values, member_state_dicts, saved_entries
 from hfusion.optim.torch_steppers import Stepper
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.dynamo_state import tensor_guards
 from hfusion.torch_private.module_hooks import spare_dynamo
-
-_LAYOUT = attrgetter("layout")
 
 
 class FusedOptimizer(MemberRows, Formula, Optimizer):
@@ -93,8 +90,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if isinstance(params, Module):
             # A fused module can be iterated over, so torch's own error message would be about the members.
             raise TypeError(f"params must be parameters, got {type(params).__name__}. Give fused.parameters().")
-        self._prepared: dict[int, tuple[Settings, Groups | None]] = {}
-        self._cache: StepCache | None = None
+        self._prepared: PreparedUpdate | None = None
         # None before the first step; a string says why steps cannot be recorded.
         self._recording: RecordedUpdates | str | None = None
         self.initial_values: list[dict[str, float | None]] = []
@@ -170,10 +166,11 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         work = self._work()
         skipped = without_gradient(self._params()) if any_absent() else {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:
-            skipped = together(skipped, self._unscaled(found_inf))
+            if (overflown := self._unscaled(found_inf)) is not None:
+                skip(skipped, self._with_gradients(), overflown)
             work = self._work()
         if self._held is not None:
-            skipped = together(skipped, of_members(self._active(), self._held))
+            skip(skipped, self._with_gradients(), self._held)
         with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
             if isinstance(self._recording, RecordedUpdates):
                 self._recording.step(work)
@@ -184,29 +181,30 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _work(self) -> Work:
         """Return the groups of this step with their gradients. Everything that may fail is done before any update."""
-        work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
+        work = None if self._prepared is None else self._prepared.work(self)
         if work is None:
-            before = [groups for _, groups in self._prepared.values()]
-            work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
-            # Cache only if the groups are the same as in the last step, since shards come and go.
-            again = same_objects(before, [groups for _, groups in self._prepared.values()])
-            self._cache = self._remembered() if again else None
+            self.forget()
+            self._prepared = PreparedUpdate(self)
+            work = self._prepared.work(self)
+            assert work is not None
         return work
 
-    def _unscaled(self, found_inf: Tensor) -> SkippedRows:
+    def _unscaled(self, found_inf: Tensor) -> Tensor | None:
         """Divide the gradients by the scale of a torch.amp.GradScaler, if it has not, and return who must not step.
+
+        Bool ``[B]``, or None if all members step.
 
         Raises FusionError if the scaler has found a number that is not finite, and all are finite now.
         """
-        active = self._active()
+        active = self._with_gradients()
         grads = [param.grad for param in active if param.grad is not None]
         if (scale := getattr(self, "grad_scale", None)) is not None:
             inverse = scale.double().reciprocal().float()
             for grad in grads:
                 grad.detach().mul_(inverse.to(grad.device))
         if not found_inf.item():
-            return {}
-        stacks = [g if membership_of(p).stacked else g.unsqueeze(0) for p, g in zip(active, grads, strict=True)]
+            return None
+        stacks = [member_rows(grad, membership_of(param)) for param, grad in zip(active, grads, strict=True)]
         bad = overflowing(stacks, self.members)
         if not bad.any():
             raise FusionError(
@@ -215,9 +213,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                 "belong to are unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before "
                 "scaler.unscale_"
             )
-        return of_members(active, bad)
+        return bad
 
-    def _active(self) -> list[Tensor]:
+    def _with_gradients(self) -> list[Tensor]:
         return [param for param in self._params() if param.grad is not None]
 
     def _params(self) -> list[Tensor]:
@@ -284,10 +282,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def forget(self) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses."""
-        self._cache = None
+        self._prepared = None
         if isinstance(self._recording, RecordedUpdates):
             self._recording.forget()
-        self._prepared = {index: (settings, None) for index, (settings, _) in self._prepared.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
@@ -297,8 +294,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])
         super().__setstate__(state)
-        self._prepared = {}
-        self._cache = None
+        self._prepared = None
         self._recording = None
         self._held = None
         # A copy of a Parameter has no `Membership`.
@@ -309,16 +305,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for group in self.param_groups:
             self._settings(group)
 
-    def _settings(self, group: ParamGroup, cached: Settings | None = None) -> Settings:
-        """Return the checked settings of ``group``, or ``cached`` if its values have not changed."""
+    def _settings(self, group: ParamGroup) -> Settings:
+        """Return the checked settings of ``group``."""
         members = membership_of(group["params"][0]).members
-        if (
-            cached
-            and len(cached.members) == members
-            and unchanged(group, self.hypers, cached.vectors, cached.columns)
-            and self._options(group) == cached.options
-        ):
-            return cached
         vectors, columns = read(group, self.hypers, members)
         options = self._options(group)
         for hyper, column in zip(self.hypers, columns, strict=True):
@@ -332,13 +321,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if not isinstance(options.master_weights, bool):
             raise ValueError(f"{MASTER_WEIGHTS} is {options.master_weights!r}: give True or False")
         settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
-        if not settings.alike:
-            self._check_shared([param for param in group["params"] if param.requires_grad], settings)
+        self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
 
     def _options(self, group: ParamGroup) -> Options:
         names = (*self.options, MASTER_WEIGHTS)
-        options: Options = named("Options", names)._make(group[name] for name in names)
+        values = (tuple(value) if isinstance(value := group[name], list) else value for name in names)
+        options: Options = named("Options", names)._make(values)
         return options
 
     def _check_params(self, params: Sequence[Tensor]) -> None:
@@ -350,7 +339,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
 
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
-        for param in params:
+        for param in [] if settings.alike else params:
             param_mark = membership_of(param)
             if not param_mark.is_own:
                 columns = zip(self.hypers, settings.columns, strict=True)
@@ -360,43 +349,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                     f"{hyper.label} differs between them: {column}; give it a param group with one value, "
                     "or freeze it"
                 )
-
-    def _prepare(self, index: int, group: ParamGroup) -> Work:
-        """Do everything in a step that may fail, before any update; return groups with their gradients."""
-        before, groups = self._prepared.get(index, (None, None))
-        settings = self._settings(group, before)
-        grads = [grad for param in group["params"] if (grad := param.grad) is not None]
-        active = group["params"]
-        if len(grads) < len(active):
-            active = [param for param in active if param.grad is not None]
-        if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
-            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
-        state = list(map(self.state.get, active)) if settings.stateful else []
-        held = groups is not None and groups.is_valid_for(active, state, settings)
-        if not settings.alike and not (held and settings is before):
-            self._check_shared(active, settings)
-        if groups is None or not held:
-            if self._recording is None and active:
-                self._recording = recording_on(active[0].device)
-            states = [self._state(param, settings) for param in active] if settings.stateful else []
-            groups = Groups(type(self), active, states, settings)
-        groups.check(grads)
-        self._prepared[index] = (settings, groups)
-        return [(settings, part, part_grads) for part, part_grads in groups.with_gradients(grads)]
-
-    def _remembered(self) -> StepCache | None:
-        """Return a `StepCache` of this step's preparation, or None if the next step must prepare again."""
-        groups = self.param_groups
-        pairs = [(settings, parts) for settings, parts in map(self._prepared.__getitem__, range(len(groups))) if parts]
-        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, MASTER_WEIGHTS]))
-        steady = (
-            all(type(param.grad) is Tensor for group in groups for param in group["params"])
-            and not isinstance(native_kernels.library(), str)
-            and all(vector.is_contiguous() for settings, _ in pairs for vector in settings.vectors)
-            # A list can be changed in place, which a comparison by identity would miss.
-            and not any(isinstance(group[key], list) for group in groups for key in keys)
-        )
-        return StepCache(groups, self.state, keys, pairs) if steady else None
 
     def _state(self, param: Tensor, settings: Settings) -> State:
         return complete_state(param, self.state[param], settings, type(self))
@@ -410,56 +362,38 @@ def _observed(optimizer: Optimizer) -> bool:
 # Members that do not take a step: their rows of parameters, state and step counts stay as they are.
 
 SkippedRows = dict[Tensor, Tensor]
-"""For each parameter the members that do not step: bool ``[B]``, or ``[]`` for a parameter that all members share."""
+"""For each parameter the members that do not step: bool ``[B]``, or ``[1]`` for a parameter that all members share."""
 
 
 def without_gradient(params: Iterable[Tensor]) -> SkippedRows:
-    """The members for which a parameter that has a gradient was not used, and so would have none alone."""
-    skipped = {}
+    """Return the members for which a parameter that has a gradient was not used, and so would have none alone."""
+    absent = ((param, absent_rows(param.grad)) for param in params if param.grad is not None)
+    return {param: rows.reshape(-1) for param, rows in absent if rows is not None}
+
+
+def skip(skipped: SkippedRows, params: Iterable[Tensor], members: Tensor) -> None:
+    """Let ``members``, bool ``[B]``, skip ``params``, too. One that members share is skipped if all of them do."""
     for param in params:
-        rows = absent_rows(param.grad) if param.grad is not None else None
-        if rows is not None:
-            skipped[param] = rows
-    return skipped
-
-
-def of_members(params: Iterable[Tensor], members: Tensor) -> SkippedRows:
-    """Return ``members``, bool ``[B]``, for each parameter. One that members share is skipped if all of them are."""
-    return {param: members if membership_of(param).stacked else members.all() for param in params}
-
-
-def together(*several: SkippedRows) -> SkippedRows:
-    """Return the union: the members that are skipped by at least one of ``several``."""
-    union: SkippedRows = {}
-    for skipped in several:
-        for param, rows in skipped.items():
-            union[param] = union[param] | rows if param in union else rows
-    return union
+        rows = members if membership_of(param).stacked else members.all().reshape(1)
+        skipped[param] = skipped[param] | rows if param in skipped else rows
 
 
 @contextmanager
 def restore_skipped(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Iterator[None]:
     """Context manager: restore the ``skipped`` rows of parameters and ``state`` after the step inside."""
-    saved = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(skipped, state)]
-    yield
-    for tensor, rows, values in saved:
-        tensor[rows] = values
-
-
-def _rows(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
-    pairs = []
+    saved = []
     device_rows: dict[tuple[int, torch.device], Tensor] = {}
     for param, members in skipped.items():
-        # If no member is skipped, nothing is copied. A tensor without a member dim is handled as a stack of one row.
-        rows = members.reshape(-1).nonzero().reshape(-1)
-        if len(rows):
-            for tensor in (param.detach(), *state.get(param, {}).values()):
-                stack = tensor if members.dim() else tensor.unsqueeze(0)
-                key = id(members), tensor.device
-                if key not in device_rows:
-                    device_rows[key] = sent(rows, tensor.device)
-                pairs.append((stack, device_rows[key]))
-    return pairs
+        rows = members.nonzero().reshape(-1)
+        # If no member is skipped, nothing is copied.
+        for tensor in (param.detach(), *state.get(param, {}).values()) if len(rows) else ():
+            stack, key = member_rows(tensor, membership_of(param)), (id(members), tensor.device)
+            if key not in device_rows:
+                device_rows[key] = sent(rows, tensor.device)
+            saved.append((stack, device_rows[key], stack[device_rows[key]]))
+    yield
+    for stack, rows, values in saved:
+        stack[rows] = values
 
 
 # Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
@@ -482,8 +416,7 @@ class RecordedUpdates:
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._groups: list[Group] = []
-        self._address_counts: dict[Hashable, int] = {}
+        self._address_counts = Counter[Hashable]()
         self._recorded = Recordings[_Recorded]()
         self._unrecordable = ""
 
@@ -512,7 +445,6 @@ class RecordedUpdates:
             for settings, group, grads in work:
                 group.step(grads, settings)
             return
-        self._look([group for _, group, _ in work])
         for (settings, group, grads), (stepper, _) in zip(work, parts, strict=True):
             torch.autograd.graph.increment_version(group.written)
             stepper.ready(grads, settings)
@@ -528,21 +460,15 @@ class RecordedUpdates:
 
     def forget(self) -> None:
         """Discard recordings and counts of addresses, which are no longer valid."""
-        self._groups = []
         self._address_counts.clear()
         self._recorded.forget()
-
-    def _look(self, groups: list[Group]) -> None:
-        if not same_objects(groups, self._groups):
-            self.forget()
-            self._groups = groups
 
     def _steady(self, key: Hashable) -> bool:
         """Count ``key``, and return whether gradients had these addresses often enough to record the launches."""
         if len(self._address_counts) == MAX_ADDRESS_COUNTS:
             self._address_counts.clear()
-        count = self._address_counts[key] = self._address_counts.get(key, 0) + 1
-        return count >= STEADY and not self._recorded.full
+        self._address_counts[key] += 1
+        return self._address_counts[key] >= STEADY and not self._recorded.full
 
 
 def _launch(parts: Sequence[tuple[Stepper, Sequence[Tensor]]]) -> object:
@@ -557,7 +483,7 @@ def recording_on(device: torch.device) -> RecordedUpdates | str:
     return RecordedUpdates(record)
 
 
-# Fast path of a step: check cheaply that nothing but the gradients has changed since the last step.
+# What a step works on, and a cheap check that nothing of it has changed since the last step but numbers.
 
 _GRAD = attrgetter("grad")
 
@@ -565,73 +491,109 @@ Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
 """The groups of a step, each with the settings of its param group and its gradients."""
 
 
-class StepCache:
-    """The state of all param groups at a step in which every parameter had a gradient.
+def _active(group: ParamGroup) -> list[Tensor]:
+    return [param for param in group["params"] if param.grad is not None]
 
-    ``keys``: those of hyper-parameters and options in a param group. ``prepared_groups``: for each param group its
-    settings and groups.
+
+class PreparedUpdate:
+    """The settings of all param groups of an optimizer, and its parameters that have gradients, in groups.
+
+    Valid while the same parameters have gradients, and they and their state are tensors of the same kinds at the same
+    addresses. Values of hyper-parameters may change. Everything in a step that may fail is done here.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        state: Mapping[Tensor, State],
-        keys: Sequence[str],
-        prepared_groups: Sequence[tuple[Settings, Groups]],
-    ) -> None:
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        groups = optimizer.param_groups
+        keys = dict.fromkeys([*(hyper.key for hyper in optimizer.hypers), *optimizer.options, MASTER_WEIGHTS])
         # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
-        self._values = itemgetter(keys[0], *keys)
-        self._prepared_groups = list(prepared_groups)
-        self._objects = self._dependencies(groups, state)
-        params = [param for group in groups for param in group["params"]]
-        vectors = [vector for settings, _ in prepared_groups for vector in settings.vectors]
-        self._params = params
-        self._tensors = [*vectors, *(tensor for _, parts in prepared_groups for tensor in parts.tensors)]
+        self._read = itemgetter(next(iter(keys)), *keys)
+        self._count = len(groups) * (1 + len(keys))
+        self._settings = [optimizer._settings(group) for group in groups]
+        # Each with the index of its param group, and of the first parameter of that.
+        self.groups: list[tuple[int, int, Group]] = []
+        self._params: list[Tensor] = []
+        self._idle: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+        for number, (group, settings) in enumerate(zip(groups, self._settings, strict=True)):
+            active, first = _active(group), len(self._params)
+            self._params += active
+            self._idle += [param for param in group["params"] if param.grad is None]
+            for param in active:
+                check_gradient(param, membership_of(param), param.grad)  # type: ignore[arg-type]
+            optimizer._check_shared(active, settings)
+            states = [optimizer._state(param, settings) for param in active] if settings.stateful else []
+            parts = groups_of(type(optimizer), active, states, settings)
+            self.groups += [(number, first, part) for part in parts]
+            # The views in the groups keep their memory alive: an address cannot come back with other contents.
+            self._tensors += [*active, *(tensor for entry in states for tensor in entry.values())]
+        if optimizer._recording is None and self._params:
+            optimizer._recording = recording_on(self._params[0].device)
+        self._watch_settings(optimizer)
         with DisableTorchFunctionSubclass():
-            self._addresses = self._current_addresses()
-            self._unique_tensors = list({id(tensor): tensor for tensor in self._tensors}.values())
-            self._kinds = tensor_guards(self._unique_tensors)
-            self._gradients = tensor_guards(list(map(_GRAD, params)))
-            rows = [
-                pair for settings, _ in prepared_groups for pair in zip(settings.vectors, settings.table, strict=True)
-            ]
-            self._memory = MemoryPairs(rows)
+            self._addresses = list(map(Tensor.data_ptr, self._tensors))
+            self._unique = list({id(tensor): tensor for tensor in self._tensors}.values())
+            self._kinds = tensor_guards(self._unique)
+            self._gradients = tensor_guards(list(map(_GRAD, self._params)))
 
-    def work(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> Work | None:
-        """Return the groups of this step with their gradients, or None if anything else has changed."""
-        if not same_objects(self._dependencies(groups, state), self._objects):
+    def work(self, optimizer: FusedOptimizer) -> Work | None:
+        """Return the groups with their gradients, or None if this step must be prepared again."""
+        objects = self._dependencies(optimizer)
+        read = same_objects(objects, self._objects)
+        if not read and not same_objects(objects[: -self._count], self._objects[: -self._count]):
+            return None
+        if self._idle and any(param.grad is not None for param in self._idle):
             return None
         grads = list(map(_GRAD, self._params))
         # The check also fails if a gradient is None.
         if not self._gradients.check(*grads):
-            return None
-        with DisableTorchFunctionSubclass():
-            if (
-                self._current_addresses() != self._addresses
-                or not self._kinds.check(*self._unique_tensors)
-                or not self._memory.all_equal()
-            ):
+            if any(grad is None for grad in grads):
                 return None
-        if len(self._prepared_groups) == 1:
-            settings, parts = self._prepared_groups[0]
-            return [(settings, group, part) for group, part in parts.with_gradients(grads)]
-        fresh = iter(grads)
+            for param, grad in zip(self._params, grads, strict=True):
+                check_gradient(param, membership_of(param), grad)
+            self._gradients = tensor_guards(grads)
+        with DisableTorchFunctionSubclass():
+            if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._unique):
+                return None
+            read = read and self._watch is not None and self._watch.all_equal()
+        if not read and not self._read_settings(optimizer):
+            return None
+        if len(self.groups) == 1:
+            return [(self._settings[number], group, group.gradients(grads)) for number, _, group in self.groups]
         return [
-            (settings, group, part)
-            for settings, parts in self._prepared_groups
-            for group, part in parts.with_gradients([next(fresh) for _ in range(parts.count)])
+            (self._settings[number], group, group.gradients([grads[first + index] for index in group.indices]))
+            for number, first, group in self.groups
         ]
 
-    def _dependencies(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> list[object]:
-        """Return every object that a step depends on. A pair of hyper-parameters is one: it can only be replaced."""
+    def _read_settings(self, optimizer: FusedOptimizer) -> bool:
+        """Read the hyper-parameters and options; return whether the groups still fit them."""
+        for index, group in enumerate(optimizer.param_groups):
+            before, settings = self._settings[index], optimizer._settings(group)
+            if (settings.names, settings.options) != (before.names, before.options):
+                return False
+            optimizer._check_shared(_active(group), settings)
+            self._settings[index] = settings
+        self._watch_settings(optimizer)
+        return True
+
+    def _watch_settings(self, optimizer: FusedOptimizer) -> None:
+        """Note from which objects the settings were read, and what these held."""
+        self._objects = self._dependencies(optimizer)
+        pairs = [pair for settings in self._settings for pair in zip(settings.vectors, settings.table, strict=True)]
+        # A list can be changed in place, which a comparison by identity would miss.
+        steady = not any(isinstance(value, list) for value in self._objects[-self._count :])
+        self._watch = WatchedVectors.of(pairs) if steady else None
+
+    def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
+        """Return every object that a step depends on, the values of hyper-parameters and options at the end.
+
+        A pair of hyper-parameters is one: it can only be replaced.
+        """
+        state, groups = optimizer.state, optimizer.param_groups
         objects: list[object] = [*state, *state.values(), *groups]
         for entry in state.values():
             objects += entry.values()
         for group in groups:
             objects += group["params"]
-            objects += self._values(group)
+        for group in groups:
+            objects += self._read(group)
         return objects
-
-    def _current_addresses(self) -> list[int]:
-        """Return the current addresses of all tensors."""
-        return list(map(Tensor.data_ptr, self._tensors))

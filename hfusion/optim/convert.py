@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
 from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formulas import Adam, AdamW
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import ParamGroup
-from hfusion.optim.param_groups import AskedParams
 
 # How torch runs a step, not what it computes.
 _EXECUTION = ("foreach", "fused", "capturable")
@@ -78,26 +78,23 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
         raise FusionError(f"into={into!r}: give a class of hf.optim, such as into=hf.optim.Adam")
     optimizer_list = list(optimizers)
     for member, optimizer in enumerate(optimizer_list):
-        kind, first = (given if isinstance(given, type) else type(given) for given in (optimizer, optimizer_list[0]))
         if not isinstance(optimizer, Optimizer):
+            is_class = isinstance(optimizer, type)
+            got = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
             raise FusionError(
-                f"optimizer {member} must be an optimizer, got {'the class ' * (kind is optimizer)}{kind.__name__}. "
+                f"optimizer {member} must be an optimizer, got {got}. "
                 "Give one per member, such as [torch.optim.Adam(model.parameters()) for model in models]."
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise FusionError(
                 f"optimizer {member} has differentiable=True, which a fused optimizer cannot do: set it to False"
             )
-        if kind is not first:
-            raise FusionError(
-                f"optimizer {member} is {kind.__name__}, optimizer 0 is {first.__name__}: all members need the same "
-                "class"
-            )
     if len(optimizer_list) != len(fused):
         raise FusionError(
             f"{len(optimizer_list)} optimizers for an array of {len(fused)} members: give one per member, in their "
             "order"
         )
+    _the_same("the class of the optimizer", [type(optimizer).__name__ for optimizer in optimizer_list])
     return optimizer_list
 
 
@@ -137,18 +134,9 @@ def _aligned_keys(
         ]
         for member, optimizer in enumerate(optimizers)
     ]
-    for member, groups in enumerate(keys):
-        if len(groups) != len(keys[0]):
-            raise FusionError(
-                f"optimizer {member} has {len(groups)} param groups, optimizer 0 has {len(keys[0])}: give "
-                "all members the same groups"
-            )
-        for index, (names, first) in enumerate(zip(groups, keys[0], strict=True)):
-            if names != first:
-                raise FusionError(
-                    f"param group {index} of optimizer {member} holds {names}, and that of optimizer 0 {first}: give "
-                    "all members the same parameters in the same order"
-                )
+    _the_same("the number of param groups", [len(groups) for groups in keys])
+    for index, names in enumerate(zip(*keys, strict=True)):
+        _the_same(f"the list of parameters, in their order, in param group {index}", names)
     return keys[0]
 
 
@@ -177,9 +165,9 @@ def _fuse_group(
     for key, first in member_groups[0].items():
         if key in _INTERNAL or (key == "decoupled_weight_decay" and key not in cls.options):
             continue
-        for member, member_group in enumerate(member_groups):
-            if key not in member_group:
-                raise FusionError(f"group {index} of optimizer {member} has no option {key!r}, that of optimizer 0 has")
+        _the_same(
+            f"whether group {index} has an option {key!r}", [key in member_group for member_group in member_groups]
+        )
         where, values = f"option {key!r} of group {index}", [member_group[key] for member_group in member_groups]
         group[key] = _the_same(where, values) if key in cls.options else _fuse_option(where, first, values)
     return group
@@ -193,7 +181,8 @@ def _fuse_option(where: str, first: Any, values: list[Any]) -> Any:
     return _the_same(where, values)
 
 
-def _the_same(where: str, values: list[Any]) -> Any:
+def _the_same(where: str, values: Sequence[Any]) -> Any:
+    """Return the value that all members have. Raises FusionError if they differ."""
     for member, value in enumerate(values):
         if value != values[0]:
             raise FusionError(

@@ -11,19 +11,17 @@ import importlib.util
 import linecache
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfusion.core.memory import real_view
-from hfusion.device.backend import backend
-from hfusion.device.recordings import DeviceNumbers, sent
+from hfusion.device.backend import DeviceNumbers, backend, sent
 from hfusion.optim import kernel_source
-from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import Options, Settings
-from hfusion.optim.torch_steppers import Stepper, advance
+from hfusion.optim.hyper import Settings
+from hfusion.optim.torch_steppers import Stepper, StepTensors
 
 # Bytes that a thread loads or stores at once, if all addresses are multiples of this number.
 WIDTH = 16
@@ -54,22 +52,16 @@ def generated(source: str) -> Mapping[str, Any]:
     return namespace
 
 
-def plan(
-    formula: type[Formula],
-    options: Options,
-    names: Sequence[str],
-    stacks: Sequence[Sequence[Tensor]],
-    numbers: Mapping[str, list[Tensor]],
-) -> TritonStepper | None:
-    """Return the steps of ``formula`` for these stacks, see `TritonStepper`.
+def plan(tensors: StepTensors) -> TritonStepper | None:
+    """Return the steps of these tensors by kernels.
 
     None without Triton, for other dtypes, and for formulas that are not elementwise operators of numbers.
     """
     kernels = library()
-    if isinstance(kernels, str) or real_view(stacks[0][0]).dtype not in kernels.DTYPES:
+    if isinstance(kernels, str) or real_view(tensors.stacks[0][0]).dtype not in kernels.DTYPES:
         return None
-    program = kernel_source.program(formula, options, tuple(names))
-    return None if isinstance(program, str) else TritonStepper(formula, program, stacks, numbers)
+    program = kernel_source.program(tensors.formula, tensors.options, tuple(tensors.names))
+    return None if isinstance(program, str) else TritonStepper(program, tensors)
 
 
 class TritonStepper(Stepper):
@@ -82,30 +74,30 @@ class TritonStepper(Stepper):
 
     contiguous = True
 
-    def __init__(
-        self,
-        formula: type[Formula],
-        program: kernel_source.KernelProgram,
-        stacks: Sequence[Sequence[Tensor]],
-        numbers: Mapping[str, list[Tensor]],
-    ) -> None:
-        kernels = library()
+    def __init__(self, program: kernel_source.KernelProgram, tensors: StepTensors) -> None:
+        kernels, stacks = library(), tensors.stacks
         first = real_view(stacks[0][0])
         functions = generated(kernel_source.triton_source(program))
         self._kernel, self._prepare = functions["update"], functions.get("prepare")
-        self._formula, self._program, self._numbers = formula, program, numbers
+        self._step, self._program = tensors, program
         self._device, self._dtype = first.device, first.dtype
         self._members = len(first)
-        self._counts = numbers.get("step", [])
+        self._counts = tensors.numbers.get("step", [])
         sizes = [real_view(param).numel() // self._members for param in stacks[0]]
         self._sizes = sent(torch.tensor(sizes, device="cpu"), self._device)
         lanes = WIDTH // self._dtype.itemsize
+        # The indices of tensors that are not empty, by the number of elements that a thread moves at once.
+        by_width: dict[int, list[int]] = {}
+        for index, size in enumerate(sizes):
+            if size:
+                by_width.setdefault(1 if size % lanes else lanes, []).append(index)
         self._launches = [
-            (size, sent(program_spots(sizes, indices, self._members, kernels.BLOCK), self._device))
-            for size, indices in by_width(sizes, lanes).items()
+            (width, sent(program_spots(sizes, indices, self._members, kernels.BLOCK), self._device))
+            for width, indices in by_width.items()
         ]
         self._constants = {"dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
-        self._device_addresses: dict[tuple[int, ...], _Addresses] = {}
+        # Addresses are sent once and kept, because torch often reuses freed memory.
+        self._at = lru_cache(_MAX_ADDRESS_SETS)(partial(_addresses_on, self._device))
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
@@ -116,13 +108,13 @@ class TritonStepper(Stepper):
         self._device_scalars = self._scalars.write(torch.zeros(shape, device="cpu"))
         self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
         self._rows = kernels.ROWS
-        self._params = self._at([tensor for stack in stacks for tensor in stack])
+        self._params = self._at(tuple(tensor.data_ptr() for stack in stacks for tensor in stack))
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts on the CPU, and copy numbers that have changed to the device."""
-        self._grads = self._at(grads)
+        self._grads = self._at(tuple(map(Tensor.data_ptr, grads)))
         if self._program.new_numbers:
-            scalars = advance(self._formula, settings, self._numbers, (len(grads), self._members))
+            scalars = self._step.advance(settings)
             read = [scalars[name] for name in self._program.scalars]
             self._device_scalars = self._scalars.write(torch.stack(read, dim=1))
             return
@@ -166,19 +158,6 @@ class TritonStepper(Stepper):
                 )
         return grad_addresses, self._params
 
-    def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
-        """Return addresses on the device. They are sent once and cached, because torch often reuses freed memory."""
-        addresses = tuple(map(Tensor.data_ptr, tensors))
-        entry = self._device_addresses.get(addresses)
-        if entry is None:
-            if len(self._device_addresses) == _MAX_ADDRESS_SETS:
-                self._device_addresses.clear()
-            tensor = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
-            entry = self._device_addresses[addresses] = _Addresses(
-                tensor, not any(address % WIDTH for address in addresses)
-            )
-        return entry
-
 
 class _Addresses(NamedTuple):
     """Addresses of tensors, on the device; ``wide``: whether all are multiples of `WIDTH`."""
@@ -187,13 +166,9 @@ class _Addresses(NamedTuple):
     wide: bool
 
 
-def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
-    """Group the indices of non-empty tensors by the number of elements that a thread moves at once."""
-    indices: dict[int, list[int]] = {}
-    for index, size in enumerate(sizes):
-        if size:
-            indices.setdefault(1 if size % lanes else lanes, []).append(index)
-    return indices
+def _addresses_on(device: torch.device, addresses: tuple[int, ...]) -> _Addresses:
+    tensor = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
+    return _Addresses(tensor, not any(address % WIDTH for address in addresses))
 
 
 def program_spots(sizes: Sequence[int], indices: Sequence[int], members: int, block: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from operator import is_
 from typing import TypeAlias
 
@@ -16,19 +15,15 @@ from hfusion.core.memory import has_address, is_plain
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import MASTER_STACK, Options, Settings, state_dtype
-from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper
+from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
+from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
 from hfusion.torch_private.dispatch_modes import FakeTensor
 
 State: TypeAlias = dict[str, Tensor]
 
 
-Kernels: TypeAlias = Callable[
-    [type[Formula], Options, Sequence[str], Sequence[Sequence[Tensor]], Mapping[str, list[Tensor]]], Stepper | None
-]
-
 # Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
-KERNELS: Mapping[str, Kernels] = {"cpu": native_kernels.plan}
+KERNELS: Mapping[str, Callable[[StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
 # Formulas round these only once, after the update.
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -36,25 +31,32 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Group:
     """Parameters of one device and dtype in a param group, all stacked or all shared.
 
-    ``state``: the entry of each parameter in the optimizer's state; an empty list if no state is kept. ``masters``:
-    whether the state also holds master weights. A shared parameter is handled as a stack of one row.
+    Args:
+        formula: what a step computes.
+        params: the parameters. A shared one is handled as a stack of one row.
+        state: the entry of each in the optimizer's state; an empty list if no state is kept.
+        settings: of the param group.
+        indices: where the parameters are in the list that `groups_of` got.
     """
 
     def __init__(
-        self, formula: type[Formula], params: list[Tensor], state: list[State], settings: Settings, masters: bool
+        self,
+        formula: type[Formula],
+        params: list[Tensor],
+        state: list[State],
+        settings: Settings,
+        indices: Sequence[int],
     ) -> None:
-        names = settings.names
+        names, self.indices = settings.names, indices
         self._stacked = membership_of(params[0]).stacked
         self._dtype = params[0].dtype
+        masters = state_dtype(params[0], settings.masters) != self._dtype
         columns = [MASTER_STACK, *names] if masters else names
         tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
         stacks = [[self._stack(tensor) for tensor in column] for column in tensors]
         numbers = {name: [self._stack(entry[name]) for entry in state] for name in formula.numbers if state}
-        if masters:
-            inner = _stepper(formula, settings.options, names, stacks[1:], numbers)
-            self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner)
-        else:
-            self.stepper = _stepper(formula, settings.options, names, stacks, numbers)
+        inner = _stepper(StepTensors(formula, settings.options, names, stacks[masters:], numbers))
+        self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner) if masters else inner
         # The parameters, as `torch.autograd.graph.increment_version` takes them. Steppers may hold addresses only.
         self.written, self._stacks = stacks[0], stacks
 
@@ -79,92 +81,39 @@ class Group:
         return tensor if self._stacked else tensor.unsqueeze(0)
 
 
-def _stepper(
-    formula: type[Formula],
-    options: Options,
-    names: Sequence[str],
-    stacks: Sequence[Sequence[Tensor]],
-    numbers: dict[str, list[Tensor]],
-) -> Stepper:
+def _stepper(tensors: StepTensors) -> Stepper:
     """Return the fastest stepper that computes the same as each member's own optimizer would."""
-    first = stacks[0][0]
-    if all(tensor.is_contiguous() for stack in stacks for tensor in stack) and backend(first.device).fuses:
-        stepper = KERNELS.get(first.device.type, gpu.plan)(formula, options, names, stacks, numbers)
+    first = tensors.stacks[0][0]
+    if all(tensor.is_contiguous() for stack in tensors.stacks for tensor in stack) and backend(first.device).fuses:
+        stepper = KERNELS.get(first.device.type, gpu.plan)(tensors)
         if stepper is not None:
             return stepper
-    if first.dtype in _HALVES and formula.torch_class is not None:
-        return MemberLoop(formula, options, names, stacks, numbers)
-    return StackedStepper(formula, options, names, stacks, numbers)
+    if first.dtype in _HALVES and tensors.formula.torch_class is not None:
+        return MemberLoop(tensors)
+    return StackedStepper(tensors)
 
 
-class Groups:
-    """The parameters of one param group by device, dtype, and whether they are stacked.
+def groups_of(
+    formula: type[Formula], params: Sequence[Tensor], state: Sequence[State], settings: Settings
+) -> list[Group]:
+    """Return parameters of one param group by device, dtype, and whether they are stacked.
 
-    Valid while all tensors keep their addresses.
+    Valid while all tensors keep their addresses. The arguments are as those of `Group`. Raises FusionError.
     """
-
-    def __init__(
-        self, formula: type[Formula], params: Sequence[Tensor], state: list[State], settings: Settings
-    ) -> None:
-        names = settings.names
-        self._layout = names, settings.options
-        dtypes = [state_dtype(param, settings.masters) for param in params]
-        for param in params:
-            check_memory(param, f"parameter {membership_of(param).name!r}")
-            check_rows(param, membership_of(param))
-        _own_numbers(formula.numbers, state)
-        for param, entry, dtype in zip(params, state, dtypes, strict=False):
-            stacks = dict.fromkeys([*names, MASTER_STACK] if dtype != param.dtype else names, dtype)
-            check_state(param, membership_of(param), entry, stacks, formula.numbers)
-        alike: dict[object, list[int]] = {}
-        for index, param in enumerate(params):
-            alike.setdefault((membership_of(param).stacked, param.device, param.dtype), []).append(index)
-        self._group_indices = list(alike.values())
-        self._groups = [
-            Group(
-                formula,
-                [params[i] for i in indices],
-                [state[i] for i in indices] if state else [],
-                settings,
-                dtypes[indices[0]] != params[indices[0]].dtype,
-            )
-            for indices in self._group_indices
-        ]
-        self._params, self._state = list(params), state
-        # The parameters, then what their state holds. The views in the groups keep their memory alive, so that an
-        # address cannot come back with other contents.
-        self.tensors = _tensors(params, state)
-        self._addresses, self._traits = list(map(Tensor.data_ptr, self.tensors)), _traits(self.tensors)
-
-    def is_valid_for(self, params: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> bool:
-        """Return whether these groups are still valid for ``params`` with ``state``."""
-        if (settings.names, settings.options) != self._layout or not same_objects(state, self._state):
-            return False
-        tensors = _tensors(params, self._state)
-        return (
-            same_objects(tensors, self.tensors)
-            and list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and _traits(tensors) == self._traits
-        )
-
-    @property
-    def count(self) -> int:
-        """The number of parameters."""
-        return len(self._params)
-
-    def check(self, grads: Sequence[Tensor]) -> None:
-        """Raise RuntimeError for a gradient that its parameter cannot have."""
-        for param, grad in zip(self._params, grads, strict=True):
-            check_gradient(param, membership_of(param), grad)
-
-    def with_gradients(self, grads: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
-        """Return each group with its gradients. ``grads`` must be gradients that `check` accepts."""
-        if len(self._groups) == 1:
-            return [(self._groups[0], self._groups[0].gradients(grads))]
-        return [
-            (group, group.gradients([grads[index] for index in indices]))
-            for group, indices in zip(self._groups, self._group_indices, strict=True)
-        ]
+    _own_numbers(formula.numbers, state)
+    alike: dict[object, list[int]] = {}
+    for index, param in enumerate(params):
+        param_mark, dtype = membership_of(param), state_dtype(param, settings.masters)
+        check_memory(param, f"parameter {param_mark.name!r}")
+        check_rows(param, param_mark)
+        if state:
+            stacks = [*settings.names, MASTER_STACK] if dtype != param.dtype else settings.names
+            check_state(param, param_mark, state[index], dict.fromkeys(stacks, dtype), formula.numbers)
+        alike.setdefault((param_mark.stacked, param.device, param.dtype), []).append(index)
+    return [
+        Group(formula, [params[i] for i in indices], [state[i] for i in indices] if state else [], settings, indices)
+        for indices in alike.values()
+    ]
 
 
 def membership_of(param: Tensor, index: int = 0) -> Membership:
@@ -219,15 +168,6 @@ def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
 def same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
     """Return whether two sequences hold the same objects in the same order."""
     return len(first) == len(second) and all(map(is_, first, second))
-
-
-def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
-    return [*params, *chain.from_iterable(entry.values() for entry in state)]
-
-
-def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]]:
-    """Return the properties of tensors, other than addresses, that kernels depend on."""
-    return [(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 # Checks of the properties that kernels assume of the tensors whose memory they read and write.

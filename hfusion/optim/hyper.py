@@ -166,17 +166,6 @@ def read(
         return vectors, [vector.tolist() for vector in vectors]
 
 
-def unchanged(
-    group: Mapping[str, Any], hypers: Sequence[Hyper], vectors: Sequence[MemberVector], columns: list[list[float]]
-) -> bool:
-    """Return whether `read` would return the same vectors and values; much cheaper than `read`."""
-    with DisableTorchFunctionSubclass():
-        for hyper, vector, column in zip(hypers, vectors, columns, strict=True):
-            if hyper.get(group) is not vector or vector.tolist() != column:
-                return False
-    return True
-
-
 def _vector(group: MutableMapping[str, Any], hyper: Hyper, members: int) -> MemberVector:
     value = hyper.get(group)
     if not _is_vector(value, members):

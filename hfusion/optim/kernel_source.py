@@ -55,7 +55,6 @@ class KernelProgram:
     Attributes:
         formula: the name of its class.
         hypers: the names of the hyper-parameters, in the order of their columns.
-        numbers: the names of the numbers in the state.
         states: the names of the stacks in the state.
         before: the operations that compute scalars.
         scalars: the scalars that the update reads, by name.
@@ -67,7 +66,6 @@ class KernelProgram:
 
     formula: str
     hypers: tuple[str, ...]
-    numbers: tuple[str, ...]
     states: tuple[str, ...]
     before: Sequence[Operation]
     scalars: Mapping[str, Operand]
@@ -117,7 +115,6 @@ def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) 
     return KernelProgram(
         formula.__name__,
         hypers,
-        numbers,
         states,
         before,
         {name: operand for name, operand in scalars.items() if f"s_{name}" in read},

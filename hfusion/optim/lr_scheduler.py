@@ -175,7 +175,13 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Add ``count`` members at step 0; without ``make`` and options, with the schedule all others began with."""
-        first, makes = self.table.rows, self._joining(count, make, options)
+        first = self.table.rows
+        if make is not None or options:
+            makes = self._resolve_makes(make, options, count)
+        elif self._initial_make is None:
+            raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
+        else:
+            makes = [self._initial_make] * count
         self.table.columns["schedule"] += [MemberSchedule(maker, _stand_in(self.optimizer)) for maker in makes]
         self.table.rows += count
         self._begin(range(first, first + count))
@@ -186,23 +192,9 @@ class PerMember(torch_schedulers.LRScheduler):
         makes = [self._members[row].make for row in fresh]
         if make is not None or options:
             makes = self._resolve_makes(make, options, len(fresh))
-        self._replace(fresh, makes)
-
-    def replace(self, rows: Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
-        """Replace members ``rows`` by new members, which begin as in `append`."""
-        self._replace(rows, self._joining(len(rows), make, options))
-
-    def _replace(self, fresh: Sequence[int], makes: Sequence[Make]) -> None:
-        for row, make in zip(fresh, makes, strict=True):
-            self._members[row] = MemberSchedule(make, _stand_in(self.optimizer))
+        for row, maker in zip(fresh, makes, strict=True):
+            self._members[row] = MemberSchedule(maker, _stand_in(self.optimizer))
         self._begin(fresh)
-
-    def _joining(self, count: int, make: Make | Sequence[Make] | None, options: dict[str, Any]) -> list[Make]:
-        if make is not None or options:
-            return self._resolve_makes(make, options, count)
-        if self._initial_make is None:
-            raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
-        return [self._initial_make] * count
 
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
         """Restore one member's scheduler from the result of `member_state`."""
@@ -326,8 +318,7 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
 
         ``rows``: the members to step, by default all.
         """
-        values = self._metrics(metrics)
-        self._step([(value,) if epoch is None else (value, epoch) for value in values], rows)
+        super().step(epoch, rows=rows, metrics=metrics)
 
     @property
     def in_cooldown(self) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hfusion.device.team import active_team
 from hfusion.optim import kernel_source
 from hfusion.optim.formula import Formula
 from hfusion.optim.hyper import Options, Settings
-from hfusion.optim.torch_steppers import Stepper
+from hfusion.optim.torch_steppers import Stepper, StepTensors
 from hfusion.torch_private.dynamo_state import tensor_guards
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -44,25 +44,19 @@ def start_compiling() -> None:
     native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
-def plan(
-    formula: type[Formula],
-    options: Options,
-    names: Sequence[str],
-    stacks: Sequence[Sequence[Tensor]],
-    numbers: Mapping[str, list[Tensor]],
-) -> NativeStepper | None:
-    """Return the steps of ``formula`` for these stacks, see `NativeStepper`.
+def plan(tensors: StepTensors) -> NativeStepper | None:
+    """Return the steps of these tensors by kernels.
 
     None without a compiler, for half precision, and for formulas that are not elementwise operators of numbers.
     """
-    first = real_view(stacks[0][0])
+    first, names, numbers = real_view(tensors.stacks[0][0]), tensors.names, tensors.numbers
     if first.dtype not in native.TYPES or len(names) + 2 > _MAX_LISTS or len(numbers) > _MAX_NUMBERS:
         return None
     if isinstance(library(), str):
         return None
     kinds = tuple((name, native.TYPES[values[0].dtype]) for name, values in numbers.items())
-    kernels = _kernels(formula, options, tuple(names), native.TYPES[first.dtype], kinds)  # type: ignore[arg-type]
-    return None if kernels is None else NativeStepper(*kernels, stacks, numbers)
+    found = _kernels(tensors.formula, tensors.options, tuple(names), native.TYPES[first.dtype], kinds)  # type: ignore[arg-type]
+    return None if found is None else NativeStepper(*found, tensors)
 
 
 @lru_cache(maxsize=256)
@@ -90,25 +84,19 @@ class _NativeStep(ctypes.Structure):
 
 
 class NativeStepper(Stepper):
-    """Steps of contiguous stacks ``[members, ...]`` of one dtype on the CPU.
+    """Steps of contiguous stacks ``[members, ...]`` on the CPU.
 
     Args:
         program: what a step computes.
         functions: the library that was compiled from it.
-        stacks: the parameters, then each state; each a list of tensors, which the caller keeps alive.
-        numbers: by name a list of vectors ``[members]``, one for each parameter, or nothing.
+        step_tensors: what is stepped; the caller keeps it alive.
     """
 
     contiguous = True
     unrecordable = "the host has no launches"
 
-    def __init__(
-        self,
-        program: kernel_source.KernelProgram,
-        functions: ctypes.CDLL,
-        stacks: Sequence[Sequence[Tensor]],
-        numbers: Mapping[str, list[Tensor]],
-    ) -> None:
+    def __init__(self, program: kernel_source.KernelProgram, functions: ctypes.CDLL, step_tensors: StepTensors) -> None:
+        stacks, numbers = step_tensors.stacks, step_tensors.numbers
         params = list(map(real_view, stacks[0]))
         members, tensors, element = len(params[0]), len(params), params[0].element_size()
         record = element * len(program.scalars)
@@ -181,22 +169,38 @@ def _is_readable(tensors: Sequence[Tensor]) -> bool:
     return plain and all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
 
 
-class MemoryPairs:
-    """Pairs of tensors with equal contents; `all_equal` checks whether one of them has been written to."""
+class WatchedVectors:
+    """Vectors with the values that were read from them, as `all_equal` compares. Made by `of`.
+
+    Their memory is compared, which also what numpy has written is in.
+    """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        self._vectors, values = ([pair[side] for pair in pairs] for side in (0, 1))
+        self._guards, self._at = tensor_guards(self._vectors), list(map(Tensor.data_ptr, self._vectors))
         self._arrays = (
-            _addresses(first),
-            _addresses(second),
-            array("q", [t.numel() * t.element_size() for t in second]),
+            array("Q", self._at),
+            _addresses(values),
+            array("q", [value.numel() * value.element_size() for value in values]),
         )
         self._arguments = (len(pairs), *map(_start, self._arrays))
         self._compare = _function("same")
+        # The struct holds addresses only.
+        self._kept = values
+
+    @staticmethod
+    def of(pairs: Sequence[tuple[Tensor, Tensor]]) -> WatchedVectors | None:
+        """Return the vectors ``[B]`` with their values, None where they cannot be compared: without a compiler."""
+        contiguous = all(vector.is_contiguous() for vector, _ in pairs)
+        return WatchedVectors(pairs) if contiguous and not isinstance(library(), str) else None
 
     def all_equal(self) -> bool:
-        """Return whether the contents of all pairs are equal. The tensors must still be at the same addresses."""
-        return bool(self._compare(*self._arguments))
+        """Return whether the vectors still hold the values. Call it within `DisableTorchFunctionSubclass`."""
+        return (
+            self._guards.check(*self._vectors)
+            and list(map(Tensor.data_ptr, self._vectors)) == self._at
+            and bool(self._compare(*self._arguments))
+        )
 
 
 _ARGUMENTS = {

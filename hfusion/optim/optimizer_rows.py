@@ -1,4 +1,4 @@
-"""Members of a fused optimizer that leave, join, are copied, and restart."""
+"""The state of a fused optimizer, and members of it that leave, join, are copied, and restart."""
 
 from __future__ import annotations
 
@@ -12,14 +12,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.memory import real_view
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 from hfusion.optim import coupling
-from hfusion.optim.group import membership_of, same_objects
-from hfusion.optim.hyper import Hyper, MemberVector, ParamGroup, copy_vectors, member_vector, named, plain, read
+from hfusion.optim.formula import Formula
+from hfusion.optim.group import State, membership_of, same_objects
+from hfusion.optim.hyper import (
+    MASTER_STACK,
+    MASTER_WEIGHTS,
+    Hyper,
+    MemberVector,
+    ParamGroup,
+    Settings,
+    copy_vectors,
+    member_vector,
+    named,
+    plain,
+    read,
+    state_dtype,
+)
 
 if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
@@ -44,8 +58,9 @@ def made_for_rows(make: Callable[[Any], Any], params: Sequence[Any], rows: Seque
         for param, mark in zip(params, marks, strict=True):
             param._hfusion_membership = mark
     if isinstance(optimizer, MemberRows) and list(rows) != list(range(members)):
-        hypers: Sequence[Hyper] = cast("FusedOptimizer", optimizer).hypers
-        for group in _groups(optimizer):
+        fused = cast("FusedOptimizer", optimizer)
+        hypers: Sequence[Hyper] = fused.hypers
+        for group in fused.param_groups:
             # Makes the param group hold a vector of each hyper-parameter.
             read(group, hypers, members)
             for hyper in hypers:
@@ -124,14 +139,14 @@ class MemberRows:
 
     def tables(self) -> dict[str, MemberTable]:
         """The members' hyper-parameters of each param group, and their state of each parameter: live, by name."""
+        optimizer, members = cast("FusedOptimizer", self), width(self)
         tables: dict[str, MemberTable] = {}
-        members = width(self)
-        for number, group in enumerate(_groups(self)):
+        for number, group in enumerate(optimizer.param_groups):
             tables[f"param group {number}"] = _vector_table(self, group, members)
             for param in group["params"]:
                 param_mark = membership_of(param)
                 if param_mark.is_own:
-                    entry = cast("FusedOptimizer", self).state.get(param, {})
+                    entry = optimizer.state.get(param, {})
                     rows = {name: member_rows(value, param_mark) for name, value in entry.items()}
                     tables[f"state/{param_mark.name}"] = MemberTable(members, rows)
         return tables
@@ -143,7 +158,7 @@ class MemberRows:
         State that ``tables`` lack begins anew.
         """
         optimizer, members = cast("FusedOptimizer", self), width(self)
-        for number, group in enumerate(_groups(self)):
+        for number, group in enumerate(optimizer.param_groups):
             if (vectors := tables.get(f"param group {number}")) is not None:
                 _vector_table(self, group, members).put(rows, vectors)
             for param in group["params"]:
@@ -158,7 +173,7 @@ class MemberRows:
                     entry[name] = stack if mark.stacked else stack[0]
                 if entry and mark.is_own:
                     if lacking := entry.keys() - part.columns.keys():
-                        _begin_rows(self, group, param, lacking, rows)
+                        _begin_rows(type(optimizer), param, entry, lacking, _begins(self, group, rows))
                     own = {name: member_rows(entry[name], mark) for name in part.columns if name in entry}
                     MemberTable(members, own).put(rows, MemberTable(0, {name: part[name] for name in own}))
 
@@ -170,18 +185,15 @@ def _vector_table(optimizer: Any, group: ParamGroup, members: int) -> MemberTabl
     return MemberTable(members, columns)
 
 
-def _groups(optimizer: Any) -> list[ParamGroup]:
-    return cast("FusedOptimizer", optimizer).param_groups
-
-
 def width(optimizer: Any) -> int:
     """Return the number of members that the optimizer knows of; the array may already have more or fewer."""
-    values = [value for group in _groups(optimizer) for value in group.values()]
+    values = [value for group in optimizer.param_groups for value in group.values()]
     items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     members: int = next((len(item) for item in items if isinstance(item, MemberVector)), optimizer.members)
     return members
 
 
+@torch.no_grad()
 def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *, restart: bool = False) -> None:
     """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``new_hypers``.
 
@@ -195,32 +207,35 @@ def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *
         return
     # Everything that may fail comes first, so that an error changes nothing.
     fresh = [row for row, source in enumerate(sources) if source is None]
-    new_values = _read_new_hypers(optimizer, new_hypers, fresh)
-    for first, values in zip(optimizer.initial_values, new_values, strict=True):
-        for hyper in optimizer.hypers if fresh and not restart else ():
-            if hyper.label not in values:
-                values[hyper.label] = _initial_value(hyper, first.get(hyper.label))
-    others = [{} if restart else _others(optimizer, group, before, sources) for group in _groups(optimizer)]
-    for group, values, more in zip(_groups(optimizer), new_values, others, strict=True):
-        vectors, _ = read(group, optimizer.hypers, before)
-        for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-            moved = moved_rows(plain(vector), sources, {})
+    # New members have some rows, which then begin anew.
+    places = [min(row, before - 1) if source is None else source for row, source in enumerate(sources)]
+    new_values = _read_new_hypers(optimizer, new_hypers, fresh, restart)
+    kept = [[] if restart else _kept_values(optimizer, group, before, bool(fresh)) for group in optimizer.param_groups]
+    for group, values, keys in zip(optimizer.param_groups, new_values, kept, strict=True):
+        vectors = _vector_table(optimizer, group, before)
+        vectors.arrange(places)
+        for hyper in optimizer.hypers:
+            vector = vectors[hyper.label]
             if hyper.label in values:
-                moved[fresh] = values[hyper.label]
-            write_hyper(group, hyper, moved)
-        for key, value in more.items():
-            if isinstance(group[key], Tensor) and group[key].shape == value.shape:
-                group[key].copy_(value)
-            else:
-                group[key] = value
-        _move_state(optimizer, group, sources)
+                vector[fresh] = values[hyper.label]
+            if len(sources) != before:
+                hyper.put(group, vector.as_subclass(MemberVector))
+        for key in keys:
+            group[key] = moved_rows(group[key], places, {}).as_subclass(type(group[key]))
+        begins = _begins(optimizer, group, fresh)
+        for param in group["params"]:
+            entry, mark = optimizer.state.get(param, {}), membership_of(param)
+            if mark.stacked and entry:
+                MemberTable(before, entry).arrange(places)
+            if mark.is_own and fresh:
+                _begin_rows(type(optimizer), param, entry, entry, begins)
     if len(sources) != before:
         optimizer.forget()
 
 
 def groups_taking(optimizer: Any, key: str) -> list[ParamGroup]:
     """Return the param groups that take the optimizer's default of an option, because they were not given their own."""
-    groups = zip(_groups(optimizer), optimizer.explicit_keys, strict=True)
+    groups = zip(optimizer.param_groups, optimizer.explicit_keys, strict=True)
     return [group for group, explicit in groups if key not in explicit]
 
 
@@ -232,13 +247,18 @@ def explicit_everywhere(optimizer: Any, key: str) -> str:
     )
 
 
-def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], rows: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Return the hyper-parameters that the user passed for the new members ``rows``, by label, for each param group."""
+def _read_new_hypers(
+    optimizer: Any, new_hypers: Mapping[str, Any], rows: Sequence[int], restart: bool
+) -> list[dict[str, Tensor]]:
+    """Return the hyper-parameters of the new members ``rows``, by label, for each param group.
+
+    They are ``new_hypers``, which the user passed, or else the initial ones. Members that ``restart`` keep theirs.
+    """
     unknown = [key for key in new_hypers if key not in {hyper.key for hyper in optimizer.hypers}]
     if unknown:
         keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
         raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {keys}")
-    new_values: list[dict[str, Tensor]] = [{} for _ in _groups(optimizer)]
+    new_values: list[dict[str, Tensor]] = [{} for _ in optimizer.param_groups]
     for key, value in new_hypers.items():
         hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
         taken = False
@@ -253,15 +273,16 @@ def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], rows: Sequen
                 taken |= initial is None
         if not taken:
             raise ValueError(explicit_everywhere(optimizer, key))
+    for first, group_values in zip(optimizer.initial_values, new_values, strict=True):
+        for hyper in optimizer.hypers if rows and not restart else ():
+            if hyper.label in group_values:
+                continue
+            if (initial := first.get(hyper.label)) is None:
+                raise ValueError(
+                    f"{hyper.label} differs between the members: say what it is for those that join, {hyper.key}=..."
+                )
+            group_values[hyper.label] = torch.tensor(initial, dtype=torch.float64, device="cpu")
     return new_values
-
-
-def _initial_value(hyper: Hyper, value: float | None) -> Tensor:
-    if value is None:
-        raise ValueError(
-            f"{hyper.label} differs between the members: say what it is for those that join, {hyper.key}=..."
-        )
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> dict[str, float | None]:
@@ -270,56 +291,143 @@ def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> di
     return {h.label: column[0] if len(set(column)) == 1 else None for h, column in zip(hypers, columns, strict=True)}
 
 
-def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> dict[str, Any]:
-    """Return the per-member values that schedulers keep in a param group, as they are after the change."""
+def _kept_values(optimizer: Any, group: ParamGroup, width: int, joining: bool) -> list[str]:
+    """Return the keys under which schedulers keep a value of each member in a param group.
+
+    Raises FusionError if there are any, and members join.
+    """
     excluded = {"params", *(hyper.key for hyper in optimizer.hypers)}
-    values = {}
-    for key, value in group.items():
-        if key not in excluded and isinstance(value, Tensor) and value.shape == (width,):
-            if None in sources:
-                raise FusionError(
-                    f"a scheduler of torch keeps {key!r} of every member, and knows none of members that join; use "
-                    "hf.optim.lr_scheduler, whose schedulers let members join"
-                )
-            values[key] = value[[source for source in sources if source is not None]]
-    return values
+    keys = [key for key, value in group.items() if isinstance(value, Tensor) and value.shape == (width,)]
+    keys = [key for key in keys if key not in excluded]
+    if keys and joining:
+        raise FusionError(
+            f"a scheduler of torch keeps {keys[0]!r} of every member, and knows none of members that join; use "
+            "hf.optim.lr_scheduler, whose schedulers let members join"
+        )
+    return keys
 
 
-def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
-    """Set a hyper-parameter to ``vector``; in place if the present vector has the same length."""
-    value, current = vector.as_subclass(MemberVector), hyper.get(group)
-    if isinstance(current, MemberVector) and current.shape == value.shape:
-        current.copy_(value)
-    else:
-        hyper.put(group, value)
-
-
-def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
-    """Rearrange the rows of the state of all parameters of a group."""
-    fresh = [row for row, source in enumerate(sources) if source is None]
-    for param in group["params"]:
-        entry, mark = optimizer.state.get(param, {}), membership_of(param)
-        if mark.stacked and entry:
-            members = len(next(iter(entry.values())))
-            # New members have some rows, which then begin anew.
-            MemberTable(members, entry).arrange(
-                [min(row, members - 1) if source is None else source for row, source in enumerate(sources)]
-            )
-        if mark.is_own and fresh:
-            _begin_rows(optimizer, group, param, entry, fresh)
-
-
-@torch.no_grad()
-def _begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, names: Iterable[str], rows: Sequence[int]) -> None:
-    """Reset rows of the entries ``names`` of a parameter's state to their values before the first step."""
+def _begins(optimizer: Any, group: ParamGroup, rows: Iterable[int]) -> dict[int, Mapping[str, float]]:
+    """Return `Formula.begin` of the members in ``rows``."""
     _, columns = read(group, optimizer.hypers, width(optimizer))
     values = named("Values", tuple(hyper.field for hyper in optimizer.hypers))
     options = optimizer._options(group)
-    begins = [optimizer.begin(values._make(column[row] for column in columns), options) for row in rows]
+    return {row: optimizer.begin(values._make(column[row] for column in columns), options) for row in rows}
+
+
+# The state of one parameter: the shape and dtype of its numbers, how a stack begins, and the state of each member.
+
+
+def saved_entries(optimizer: Any, state_dict: Any) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
+    """Return each parameter for which a state dict has state, with that state.
+
+    Raises CheckpointError if it is not a state dict of such an optimizer.
+    """
+    try:
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):
+            optimizer._settings({**saved, "params": group["params"]})
+        keys = [key for group in groups for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if unknown := state.keys() - keys:
+            raise ValueError(f"it has a parameter {min(unknown)!r} that is in none of its param groups")
+        entries = [(key, param, dict(state[key])) for key, param in zip(keys, params, strict=False) if key in state]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        name = type(optimizer).__name__
+        raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
+    for key, param, entry in entries:
+        for name, value in entry.items():
+            expected_shape = numbers_shape(param) if name in optimizer.numbers else param.shape
+            if not isinstance(value, Tensor) or value.shape != expected_shape:
+                actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise CheckpointError(
+                    f"the state {name!r} of parameter {key} has {actual}, this optimizer needs a tensor of shape "
+                    f"{list(expected_shape)}: load the state of an array with the same members"
+                )
+    return [(param, entry) for _, param, entry in entries]
+
+
+def complete_state(param: Tensor, state: State, settings: Settings, formula: type[Formula]) -> State:
+    """Add what a step needs and ``state`` of a parameter lacks, at its initial values; return ``state``."""
+    dtype = state_dtype(param, settings.masters)
+    if dtype != param.dtype and MASTER_STACK not in state:
+        state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
+    if state.keys() >= {*formula.numbers, *settings.names}:
+        return state
+    for name, first in formula.numbers.items():
+        kind = torch.float32 if name == "step" else scalar_dtype()
+        state.setdefault(name, torch.full(numbers_shape(param), first, dtype=kind, device="cpu"))
+    begins = [formula.begin(values, settings.options) for values in settings.members]
+    for name in settings.names:
+        if name not in state:
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            if any(begin.get(name) for begin in begins):
+                rows = range(len(member_rows(param, membership_of(param))))
+                _begin_rows(formula, param, state, [name], dict(zip(rows, begins, strict=False)))
+    return state
+
+
+def _begin_rows(
+    formula: type[Formula],
+    param: Tensor,
+    state: State,
+    names: Iterable[str],
+    begins: Mapping[int, Mapping[str, float]],
+) -> None:
+    """Set rows of the entries ``names`` of a parameter's state to what they are before the first step.
+
+    ``begins``: for each row the values of stacks that do not begin with 0, also as the imaginary part.
+    """
     for name in names:
-        stack = member_rows(real_view(optimizer.state[param][name]), membership_of(param))
-        for row, begin in zip(rows, begins, strict=True):
-            stack[row] = optimizer.numbers[name] if name in optimizer.numbers else begin.get(name, 0.0)
+        stack = member_rows(real_view(state[name]), membership_of(param))
+        for row, begin in begins.items():
+            stack[row] = formula.numbers[name] if name in formula.numbers else begin.get(name, 0.0)
+
+
+def scalar_dtype() -> torch.dtype:
+    """Return the dtype in which torch's optimizers keep scalar state."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def numbers_shape(param: Tensor) -> torch.Size:
+    """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
+    mark = membership_of(param)
+    return torch.Size([mark.members] if mark.stacked else [])
+
+
+def member_state_dicts(optimizer: Any) -> list[dict[str, Any]]:
+    """Return B state dicts, one per member, as torch's optimizers load them; the state is copied."""
+    kind = optimizer.torch_class
+    example = None if kind is None else kind([torch.zeros(1, 1, device="cpu")])
+    # Some classes have state before their first step.
+    early = example is not None and bool(example.state)
+    if early:
+        optimizer.initialise()
+    members, numbers = optimizer.members, {param: number for number, param in enumerate(optimizer._params())}
+    state_dicts = []
+    for member in range(members):
+        states = {}
+        for param, number in numbers.items():
+            entry = optimizer.state.get(param, {}).items()
+            rows = {name: value[member] if membership_of(param).stacked else value for name, value in entry}
+            if rows and (early or rows["step"] > 0):
+                kept = rows.keys() - ({"step"} if not optimizer.counts_steps else ())
+                states[number] = {name: rows[name].clone(memory_format=torch.contiguous_format) for name in kept}
+        groups = [{} if example is None else dict(example.param_groups[0]) for _ in optimizer.param_groups]
+        for values, group in zip(groups, optimizer.param_groups, strict=True):
+            own = {key: value for key, value in group.items() if key != MASTER_WEIGHTS}
+            values.update({key: _member_value(plain(value), member, members) for key, value in own.items()})
+            values["params"] = [numbers[param] for param in group["params"]]
+        state_dicts.append({"state": states, "param_groups": groups})
+    return state_dicts
+
+
+def _member_value(value: Any, member: int, members: int) -> Any:
+    if isinstance(value, Tensor) and value.shape == (members,):
+        return float(value[member])
+    if isinstance(value, tuple):
+        return tuple(_member_value(item, member, members) for item in value)
+    return value
 
 
 # An optimizer of some members of an array: gather their rows of state and hyper-parameters, and write state back.

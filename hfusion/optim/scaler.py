@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.member_table import MemberTable
+from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import copied, kept_rows, rows_of
-from hfusion.device.recordings import sent
+from hfusion.device.backend import sent
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.clip import overflowing
 from hfusion.optim.group import membership_of
@@ -59,7 +60,6 @@ class GradScaler:
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }
-        self._values: dict[str, Any] = {}
         values = {
             name: torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
             for name, value in self._arguments.items()
@@ -68,6 +68,8 @@ class GradScaler:
         self.initial_values = {
             name: float(value[0]) if bool((value == value[0]).all()) else None for name, value in values.items()
         }
+        # The members' scales and counts, live; without columns before the first use.
+        self.table = MemberTable(0)
         if (members := max(map(len, values.values()))) > 1:
             # Each member's own: they follow its row also before the first use.
             self.begin(members)
@@ -82,10 +84,8 @@ class GradScaler:
         """The scales ``[B]``; ``[1]`` before the first use of a scaler that has one value for all."""
         if not self._enabled:
             return torch.ones(1, device="cpu")
-        if not self._values:
-            return torch.as_tensor(self._arguments["scale"], dtype=torch.float32, device="cpu").reshape(-1).clone()
-        scales: Tensor = self._values["scale"].clone()
-        return scales
+        scales = self.table["scale"] if self.table.rows else self._arguments["scale"]
+        return torch.as_tensor(scales, dtype=torch.float32, device="cpu").reshape(-1).clone()
 
     def scale(self, losses: Any) -> Any:
         """Multiply losses ``[B, ...]``, or a list or tuple of such, by the members' scales."""
@@ -94,7 +94,7 @@ class GradScaler:
         if isinstance(losses, list | tuple):
             return type(losses)(self.scale(loss) for loss in losses)
         self.begin(len(losses))
-        scales = sent(self._values["scale"], losses.device)
+        scales = sent(self.table["scale"], losses.device)
         return losses * scales.reshape(-1, *[1] * (losses.dim() - 1))
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class GradScaler:
         if id(optimizer) in self._overflowed_members:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         self.begin(optimizer.members)
-        inverse = self._values["scale"].double().reciprocal().float()
+        inverse = self.table["scale"].double().reciprocal().float()
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         marks = [membership_of(param) for param in params]
         shared = next((mark for mark in marks if not mark.stacked), None)
@@ -120,7 +120,7 @@ class GradScaler:
                 f"parameter {shared.name!r} is one tensor for all {shared.members} members, and their losses have "
                 "different scales; freeze it, or use torch.amp.GradScaler"
             )
-        grads = [p.grad if mark.stacked else p.grad.unsqueeze(0) for p, mark in zip(params, marks, strict=True)]
+        grads = [member_rows(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
         bad = overflowing(grads, len(inverse))
         inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
         for grad in grads:
@@ -155,7 +155,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        values = self._values
+        values = self.table
         if new_scale is not None:
             values["scale"] = _vector("new_scale", new_scale, len(values["scale"]))
         elif not self._overflowed_members:
@@ -172,68 +172,63 @@ class GradScaler:
                 scale = torch.where(resting, values["scale"], scale)
                 tracker = torch.where(resting, values["tracker"], tracker)
             values["scale"], values["tracker"] = scale, tracker
-        self._overflowed_members, self._stepped = {}, set()
+        self.forget()
 
     def forget(self) -> None:
         """Discard what was unscaled since the last `update`, after an error."""
         self._overflowed_members, self._stepped = {}, set()
 
-    @property
-    def table(self) -> MemberTable:
-        """The members' scales and counts, live, in columns; without columns before the first use."""
-        return MemberTable(len(self._values.get("scale", ())), self._values)
-
     def keep(self, rows: Sequence[int]) -> None:
         """Keep the scales of members ``rows`` only, in this order."""
-        if self._values:
+        if self.table.rows:
             self.table.arrange(kept_rows(rows, self.table.rows))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Give members ``dst`` the scales of ``src``."""
-        if self._values:
+        if self.table.rows:
             self.table.arrange(copied(src, dst, self.table.rows))
 
     def append(self, count: int = 1) -> None:
         """Add ``count`` members with the initial scale. Raises ValueError if initial scales differ."""
-        if self._values:
-            members, fresh = self.table.rows, self._fresh(count)
+        if members := self.table.rows:
+            self._check_initial()
             self.table.arrange([*range(members), *[0] * count])
-            self.table.put(range(members, members + count), fresh)
+            self.restart(range(members, members + count))
 
     def restart(self, rows: int | Sequence[int]) -> None:
         """Restart members ``rows``; see `append`."""
-        if self._values:
-            indices = rows_of(rows, self.table.rows)
-            self.table.put(indices, self._fresh(len(indices)))
+        if self.table.rows:
+            self._check_initial()
+            places = rows_of(rows, self.table.rows)
+            for name, value in {**self.initial_values, "tracker": 0.0}.items():
+                self.table[name][places] = value
 
     def state_dict(self) -> dict[str, Any]:
         """The scales and counts of the members, as tensors ``[B]``; empty before the first use."""
-        return {name: value.clone() for name, value in self._values.items()}
+        return {name: value.clone() for name, value in self.table.columns.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore ``state_dict``. Raises CheckpointError if it is not the state of a scaler."""
-        if not state_dict:
-            self._values = {}
-            return
         expected = {*self._arguments, "tracker"}
         shapes = {tuple(value.shape) for value in state_dict.values()}
-        if set(state_dict) != expected or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        if state_dict and (set(state_dict) != expected or len(shapes) != 1 or len(next(iter(shapes))) != 1):
             raise CheckpointError(
                 f"the state is not one of a GradScaler of members: it holds {sorted(state_dict)} of shapes "
                 f"{sorted(shapes)}, and {sorted(expected)} of shape [B] are needed"
             )
-        self._values = {name: value.clone() for name, value in state_dict.items()}
+        columns = {name: value.clone() for name, value in state_dict.items()}
+        self.table = MemberTable(len(columns["scale"]) if columns else 0, columns)
 
     def begin(self, members: int) -> None:
         """Create a scale for each of ``members``. Raises ValueError if there are already scales for another number."""
         if not self._enabled:
             return
-        if not self._values:
-            self._values = {name: _vector(name, value, members) for name, value in self._arguments.items()}
-            self._values["tracker"] = torch.zeros(members, device="cpu")
-        if len(self._values["scale"]) != members:
+        if not self.table.rows:
+            columns = {name: _vector(name, value, members) for name, value in self._arguments.items()}
+            self.table = MemberTable(members, {**columns, "tracker": torch.zeros(members, device="cpu")})
+        if self.table.rows != members:
             raise ValueError(
-                f"the GradScaler has scales of {len(self._values['scale'])} members, the array has {members}: what was "
+                f"the GradScaler has scales of {self.table.rows} members, the array has {members}: what was "
                 "done to the fused module by keep or append must be done to it, too"
             )
 
@@ -242,16 +237,14 @@ class GradScaler:
         part = copy.copy(self)
         part.forget()
         part.initial_values = dict(self.initial_values)
-        part._values = self.table.take(rows).columns
+        part.table = self.table.take(rows)
         return part
 
-    def _fresh(self, count: int) -> MemberTable:
+    def _check_initial(self) -> None:
         for name, value in self.initial_values.items():
             if value is None:
                 label = "init_scale" if name == "scale" else name
                 raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
-        values: dict[str, Any] = {**self.initial_values, "tracker": 0.0}
-        return MemberTable(count, {name: torch.full((count,), value, device="cpu") for name, value in values.items()})
 
 
 def _vector(name: str, value: HyperValue, members: int) -> Tensor:

@@ -6,6 +6,7 @@ They run a formula on whole stacks, torch's own optimizer classes on rows of the
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.core.memory import real_view
-from hfusion.device.recordings import DeviceNumbers
+from hfusion.device.backend import DeviceNumbers
 from hfusion.optim.formula import Formula
 from hfusion.optim.hyper import Options, Settings
 
@@ -23,31 +24,40 @@ from hfusion.optim.hyper import Options, Settings
 _PIECES, _LEAST_PIECE = 16, 1 << 14
 
 
-def advance(
-    formula: type[Formula], settings: Settings, numbers: Mapping[str, Sequence[Tensor]], shape: tuple[int, int]
-) -> Mapping[str, Tensor]:
-    """Advance the numbers in the state by one step; return the scalars of this step, float64 by name.
+@dataclass(frozen=True, eq=False)
+class StepTensors:
+    """Tensors of one dtype on one device that a stepper updates.
 
-    Args:
-        formula: computes the scalars.
-        settings: of the param group.
-        numbers: by name a list of vectors ``[B]``, one for each parameter, on the CPU; or nothing.
-        shape: the number of parameters, and of members.
+    Attributes:
+        formula: what a step computes.
+        options: of the param group.
+        names: of the stacks in the state.
+        stacks: the parameters, then the stacks of each of the names; lists of tensors ``[B, *shape]``.
+        numbers: by name a list of vectors ``[B]``, one for each parameter, on the CPU; empty if no state is kept.
     """
-    params, members = shape
-    stacked = {name: torch.stack(list(vectors)) for name, vectors in numbers.items()}
-    if "step" in stacked:
-        stacked["step"] += settings.advance[:members]
-    step = stacked["step"].double() if stacked else torch.zeros(members, dtype=torch.float64, device="cpu")
-    n = SimpleNamespace(**{**stacked, "step": step})
-    scalars = formula.scalars(settings.vectors_of(members), settings.options, n)
-    for name, vectors in numbers.items():
-        new = stacked[name] if name == "step" else scalars[name]
-        torch._foreach_copy_(list(vectors), list(new.unbind()))
-    return {
-        name: torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(params, members)
-        for name, value in scalars.items()
-    }
+
+    formula: type[Formula]
+    options: Options
+    names: Sequence[str]
+    stacks: Sequence[Sequence[Tensor]]
+    numbers: Mapping[str, list[Tensor]]
+
+    def advance(self, settings: Settings) -> Mapping[str, Tensor]:
+        """Advance the numbers in the state by one step; return the scalars of this step, float64 ``[params, B]``."""
+        members = len(self.stacks[0][0])
+        stacked = {name: torch.stack(list(vectors)) for name, vectors in self.numbers.items()}
+        if "step" in stacked:
+            stacked["step"] += settings.advance[:members]
+        step = stacked["step"].double() if stacked else torch.zeros(members, dtype=torch.float64, device="cpu")
+        n = SimpleNamespace(**{**stacked, "step": step})
+        scalars = self.formula.scalars(settings.vectors_of(members), settings.options, n)
+        for name, vectors in self.numbers.items():
+            new = stacked[name] if name == "step" else scalars[name]
+            torch._foreach_copy_(list(vectors), list(new.unbind()))
+        return {
+            name: torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(len(self.stacks[0]), members)
+            for name, value in scalars.items()
+        }
 
 
 class Stepper:
@@ -78,25 +88,11 @@ class Stepper:
 
 
 class StackedStepper(Stepper):
-    """The steps of ``formula`` for the tensors of a group.
+    """The steps of a formula in torch, for any tensors."""
 
-    Args:
-        formula: what a step computes.
-        options: of the param group.
-        names: of the state.
-        stacks: the parameters, then each of the ``names``; lists of tensors ``[B, *shape]``.
-        numbers: by name a list of vectors ``[B]``, one for each parameter, on the CPU.
-    """
-
-    def __init__(
-        self,
-        formula: type[Formula],
-        options: Options,
-        names: Sequence[str],
-        stacks: Sequence[Sequence[Tensor]],
-        numbers: Mapping[str, list[Tensor]],
-    ) -> None:
-        self._formula, self._options, self._names, self._numbers = formula, options, names, numbers
+    def __init__(self, tensors: StepTensors) -> None:
+        self._step = tensors
+        stacks = tensors.stacks
         real = [[real_view(tensor) for tensor in stack] for stack in stacks]
         self._members, first = len(stacks[0][0]), real[0][0]
         self._dtype = torch.promote_types(first.dtype, torch.float32)
@@ -105,8 +101,7 @@ class StackedStepper(Stepper):
         self._scalars: Sequence[Mapping[str, Tensor]] = ()
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        count = len(self._parameter_tensors)
-        scalars = advance(self._formula, settings, self._numbers, (count, self._members))
+        scalars = self._step.advance(settings)
         written = self._device_scalars.write(torch.stack(list(scalars.values()), dim=1))
         key = (tuple(scalars), written.data_ptr())
         if key != self.key:
@@ -122,7 +117,7 @@ class StackedStepper(Stepper):
     def _pieces(self, tensors: tuple[Tensor, ...]) -> Iterator[Sequence[Tensor]]:
         """Yield pieces of the tensors one after the other, so that temporaries are small beside the whole."""
         count = tensors[0].numel()
-        if not self._formula.elementwise or not all(map(Tensor.is_contiguous, tensors)):
+        if not self._step.formula.elementwise or not all(map(Tensor.is_contiguous, tensors)):
             yield from [tensors] if count else []
             return
         columns = max(1, max(_LEAST_PIECE, count // _PIECES) // self._members)
@@ -133,34 +128,24 @@ class StackedStepper(Stepper):
         shape = [self._members, *[1] * (grad.dim() - 1)]
         s = SimpleNamespace(**{name: vector.view(shape) for name, vector in scalars.items()})
         param, *stacks = old = [tensor.to(self._dtype) for tensor in tensors]
-        state = dict(zip(self._names, stacks, strict=True))
-        new, new_state = self._formula.update(param, grad.to(self._dtype), state, s, self._options)
+        state = dict(zip(self._step.names, stacks, strict=True))
+        new, new_state = self._step.formula.update(param, grad.to(self._dtype), state, s, self._step.options)
         # Cloned, where a stack becomes what another one was.
-        values = [new, *map(new_state.__getitem__, self._names)]
+        values = [new, *map(new_state.__getitem__, self._step.names)]
         values = [value.clone() if any(value is tensor for tensor in old) else value for value in values]
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 
 
 class MemberLoop(Stepper):
-    """Steps by torch's own class, which rounds half precision as it does for a model alone, one member after the other.
+    """Steps by torch's own class, one member after the other: it rounds half precision as for a model alone."""
 
-    The arguments are those of `StackedStepper`.
-    """
-
-    def __init__(
-        self,
-        formula: type[Formula],
-        options: Options,
-        names: Sequence[str],
-        stacks: Sequence[Sequence[Tensor]],
-        numbers: Mapping[str, list[Tensor]],
-    ) -> None:
-        assert formula.torch_class is not None
-        self._formula, self._names, self._numbers = formula, names, numbers
-        self._class: type[Optimizer] = formula.torch_class
-        self._parameter_tensors = list(zip(*stacks, strict=True))
-        dtype = str(stacks[0][0].dtype).removeprefix("torch.")
+    def __init__(self, tensors: StepTensors) -> None:
+        assert tensors.formula.torch_class is not None
+        self._class: type[Optimizer] = tensors.formula.torch_class
+        self._formula, self._names, self._numbers = tensors.formula, tensors.names, tensors.numbers
+        self._parameter_tensors = list(zip(*tensors.stacks, strict=True))
+        dtype = str(tensors.stacks[0][0].dtype).removeprefix("torch.")
         self.unrecordable = (
             f"torch's own {self._class.__name__} steps the members of {dtype} parameters: there is no kernel for them, "
             "or they or their state are not contiguous"

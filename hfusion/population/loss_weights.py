@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
-from hfusion.device.recordings import sent
+from hfusion.device.backend import sent
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)

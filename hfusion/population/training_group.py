@@ -465,7 +465,7 @@ class TrainingGroup:
         rearrange_optimizer(self.optimizer, [None], hypers)
         make = self.options.schedule_of_new(scheduler)
         if self.scheduler is not None:
-            self.scheduler.replace([0], make)
+            self.scheduler.restart([0], make)
         if self.scaler is not None:
             self.scaler.restart([0])
 

@@ -23,8 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, mark_input, never_reached, watched
 from hfusion.core.program import Kind
 from hfusion.core.tree import contains, leaves, map_leaves
-from hfusion.device.backend import backend
-from hfusion.device.generators import Generators
+from hfusion.device.backend import Generators, backend
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.recipe import Recipe, Source
 from hfusion.runtime.task_state import Arrivals, Move, TaskTensors, copy_now

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.device.backend import backend
-from hfusion.device.recordings import MAX_RECORDED, Recordings
+from hfusion.device.backend import MAX_RECORDED, Recordings, backend
 from hfusion.step.compiled_step import BlocksStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import PlanError
-from hfusion.device.backend import seed_in_use
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import draws_kept, seed_in_use
 from hfusion.tasks.reading import generators, generators_kept, length, reading, restart_workers
 
 

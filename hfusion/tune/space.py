@@ -15,7 +15,7 @@ from torch import nn
 from hfusion import optim
 from hfusion.capture.compare_models import check_alone
 from hfusion.core.membership import Membership, mark
-from hfusion.device.generators import draws_kept
+from hfusion.device.backend import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember

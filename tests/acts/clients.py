@@ -260,7 +260,7 @@ class Loop(Client):
         self.fused.put(row, own_copy(model))
         self.opt.restart(row, lr=own.lr, **self.numbers)
         if self.scheduler is not None:
-            self.scheduler.replace([row], own.schedule)
+            self.scheduler.restart([row], own.schedule)
         if self.scaler is not None:
             self.scaler.restart(row)
         self.owns[row] = own

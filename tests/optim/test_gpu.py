@@ -14,6 +14,7 @@ import torch
 
 import hfusion as hf
 from hfusion.optim import gpu
+from hfusion.optim.torch_steppers import StepTensors
 from tests.optim.arrays import CASES, ONE_EACH, Array, beside_a_bad_member, for_array, run, start
 from tests.optim.interpreted import forget, interpret
 
@@ -107,7 +108,7 @@ def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: 
     settings = fused._settings(fused.param_groups[0])
     stacks = [[torch.zeros_like(p) for p in array.params] for _ in range(1 + len(settings.names))]
     numbers = {number: [torch.ones(3) for _ in array.params] for number in kind.numbers}
-    stepper = gpu.plan(kind, settings.options, settings.names, stacks, numbers)
+    stepper = gpu.plan(StepTensors(kind, settings.options, settings.names, stacks, numbers))
     assert stepper is not None
     steps, scalars = Unlaunched(stepper._kernel), Unlaunched(stepper._prepare)
     stepper._kernel, stepper._prepare = steps, stepper._prepare and scalars

@@ -148,7 +148,8 @@ def test_a_save_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as later:
         later.setattr(files, "VERSION", files.VERSION + 1)
         pop.save(tmp_path)
-    with pytest.raises(hf.CheckpointError, match=r"of version 4, and this hfusion reads version 3"):
+    words = f"of version {files.VERSION + 1}, and this hfusion reads version {files.VERSION}"
+    with pytest.raises(hf.CheckpointError, match=words):
         hf.Population.load(tmp_path, Net, **OPTIONS)
 
 
