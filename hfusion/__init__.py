@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfusion import optim as optim
-    from hfusion.adapters.lora import Adapters as Adapters
-    from hfusion.adapters.lora import lora as lora
+    from hfusion.adapters import Adapters as Adapters
+    from hfusion.adapters import lora as lora
     from hfusion.array.fuse import build as build
     from hfusion.array.fuse import fuse as fuse
     from hfusion.array.member_functions import each as each
@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 # The public names by their modules. A module is imported when one of its names is first used: a sweep of few epochs
 # ends before the compiler, the passes and the scheduler, which it does not need, would be loaded.
 _NAMES = {
-    "hfusion.adapters.lora": ("Adapters", "lora"),
+    "hfusion.adapters": ("Adapters", "lora"),
     "hfusion.array.fuse": ("build", "fuse"),
     "hfusion.array.member_functions": ("each",),
     "hfusion.array.module": ("FusedModule",),

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 def _status(folder: Path, *, as_json: bool) -> int:
     """Print the state of the runs in a folder, and return the exit status."""
     # Scripts that are run need nothing of it.
-    from hfusion.status.runs import print_status, read_status, to_json
+    from hfusion.status import print_status, read_status, to_json
 
     try:
         runs = read_status(folder)

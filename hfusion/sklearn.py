@@ -105,9 +105,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             if not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
         self._seed = seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        validation: tuple[Any, Any, Any] | None = None
+        held: tuple[Any, ...] = ()
         if self.early_stopping:
-            x, target, weights, validation = self._split(x, target, weights, seed)
+            options = {"test_size": self.validation_fraction, "random_state": seed}
+            labels = target if is_classifier(self) else None
+            given = [x, target.numpy()] if weights is None else [x, target.numpy(), weights]
+            parts = train_test_split(*given, stratify=labels, **options)
+            (x, kept, *kept_weights), held = parts[::2], tuple(parts[1::2])
+            target, weights = torch.from_numpy(kept), kept_weights[0] if kept_weights else None
         self._mean, self._scale = _moments(x, weights)
         inputs = self._tensor(x)
         make = self.module or (lambda features, outs: mlp(features, outs, self.hidden_layer_sizes))
@@ -123,12 +128,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             # Scaled to a mean of 1, so that the learning rate has the same effect as without weights.
             targets.append(torch.tensor(weights / weights.mean(), dtype=dtype, device=self.device))
             objective = functools.partial(_weighted, loss)
-        stopping = None if validation is None else _EarlyStopping(fused, self.n_iter_no_change, self.tol)
+        stopping = _EarlyStopping(fused, self.n_iter_no_change, self.tol) if held else None
 
         def is_over() -> bool:
-            if stopping is None or validation is None:
-                return False
-            return stopping.update(self._scores(fused, *validation))
+            return stopping is not None and stopping.update(self._scores(fused, *held))
 
         with _drawing(seed):
             self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed, is_over)
@@ -149,22 +152,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 "Return a network with n_outputs outputs from module(n_features, n_outputs)."
             )
 
-    def _split(self, x: Any, target: Tensor, weights: Any, seed: int) -> tuple[Any, Tensor, Any, Any]:
-        """Split into training samples, targets and weights, and a held-out tuple of the same. Labels are stratified."""
-        labels = target if is_classifier(self) else None
-        rows = train_test_split(
-            np.arange(len(x)), test_size=self.validation_fraction, random_state=seed, stratify=labels
-        )
-        (a, b), (w, v) = rows, (None, None) if weights is None else (weights[rows[0]], weights[rows[1]])
-        return (
-            x[a],
-            target[torch.as_tensor(a, device="cpu")],
-            w,
-            (x[b], target[torch.as_tensor(b, device="cpu")].numpy(), v),
-        )
-
     @torch.no_grad()
-    def _scores(self, fused: FusedModule, x: Any, target: Any, weights: Any) -> Tensor:
+    def _scores(self, fused: FusedModule, x: Any, target: Any, weights: Any = None) -> Tensor:
         """Return the members' validation scores ``[members]``, accuracy or R2; NaN for a member that diverged."""
         with fused.evaluating():
             outputs = torch.cat([fused(part) for part in self._tensor(x).split(_SAMPLES)], 1).double().cpu().numpy()

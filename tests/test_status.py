@@ -21,7 +21,7 @@ import torch
 import hfusion as hf
 from hfusion.__main__ import main
 from hfusion.core.event_log import read_events, resuming
-from hfusion.status.runs import MemberStatus, RunStatus, read_status
+from hfusion.status import MemberStatus, RunStatus, read_status
 from tests.running import tasks, train
 from tests.tune.cases import MACHINE
 
@@ -61,16 +61,20 @@ def events(folder: Path, name: str = "arrays/lines") -> list[str]:
 
 
 def counts(member: MemberStatus) -> tuple[object, ...]:
-    return member.state, member.done, member.total, member.epoch, member.epochs, member.training, member.stopped
+    return member.state, *(member.values.get(key) for key in ("minibatch", "epoch", "members"))
+
+
+def process_of(run: RunStatus) -> int:
+    return int(run.values["process"])
 
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
     report = train(tmp_path)
     run, member = only(tmp_path)
-    assert (run.kind, run.state, run.process) == ("train", "finished", os.getpid())
-    assert counts(member) == ("finished", 20, 20, 4, 4, 3, 0)
-    assert (member.name, member.device, member.node) == ("lines", "cpu", run.node)
-    assert member.value == " ".join(f"{loss:.4g}" for loss in report["lines"].losses[-1].tolist())
+    assert (run.kind, run.state, process_of(run)) == ("train", "finished", os.getpid())
+    assert counts(member) == ("finished", "20/20", "4/4", "3/3")
+    assert (member.name, member.values["device"], member.values["node"]) == ("lines", "cpu", run.values["node"])
+    assert member.values["loss"] == " ".join(f"{loss:.4g}" for loss in report["lines"].losses[-1].tolist())
     assert member.saved == run.saved
     assert run.saved is not None
     logged = events(tmp_path)
@@ -89,10 +93,9 @@ def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest
     folder, mark = tmp_path / "run", tmp_path / "mark"
     with waiting("train", folder, mark) as process:
         run, member = only(folder)
-        assert (run.state, run.process) == ("running", process.pid)
+        assert (run.state, process_of(run)) == ("running", process.pid)
         assert counts(member)[0] == "training"
-        assert member.done is not None
-        assert 5 <= member.done <= 8
+        assert 5 <= int(member.values["minibatch"].partition("/")[0]) <= 8
         assert main(["status", str(folder)]) == 0
         assert re.search(rf"hf.train, running \(process {process.pid} on .*\): last save", capsys.readouterr().out)
         process.send_signal(signal.SIGKILL)
@@ -104,7 +107,7 @@ def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest
     mark.unlink()
     report = train(folder)
     run, member = only(folder)
-    assert (run.state, run.process, member.state, member.done) == ("finished", os.getpid(), "finished", 20)
+    assert (run.state, process_of(run), counts(member)[:2]) == ("finished", os.getpid(), ("finished", "20/20"))
     logged = read_events(folder / "logs/arrays/lines.log")
     (resumed,) = [event for event in logged if event.event == "resumed"]
     assert 4 <= int(resumed.values["minibatch"].partition("/")[0]) <= 7
@@ -119,7 +122,7 @@ def test_the_folder_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[st
     first, second = json.loads(capsys.readouterr().out)
     assert (first["folder"], second["folder"]) == (str(tmp_path / "train-1"), str(tmp_path / "train-2"))
     assert first["counts"] == {"finished": 1}
-    assert first["members"][0]["done"] == 20
+    assert first["members"][0]["values"]["minibatch"] == "20/20"
     assert datetime.fromisoformat(first["saved"]).tzinfo is not None
     shutil.copytree(tmp_path / "train-1", tmp_path / "train-10")
     assert [run.folder.name for run in read_status(tmp_path)] == ["train-1", "train-2", "train-10"]

@@ -6,14 +6,13 @@ import copy
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn, TypeAlias, cast, overload
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.adapters.layers import NAME, cut, dropout, fill, layers, lora_names, rank, settle
 from hfusion.capture.registered_tensors import check_materialized
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
@@ -65,9 +64,6 @@ def lora(
     if seeds is not None and len(seeds) != len(member_configs):
         raise ValueError(f"{len(seeds)} seeds for {len(member_configs)} members: give one for each")
     _check_base(base)
-    first = member_configs[0]
-    for index, member_config in enumerate(member_configs):
-        check_common(first, member_config, f"member {index}")
     frozen = FrozenBase(base, autocast_adapter_dtype)
     member_seeds: Sequence[int | None] = seeds or [None] * len(member_configs)
     adapted = [
@@ -76,7 +72,7 @@ def lora(
     return Adapters(frozen, _template(frozen, member_configs[0], adapted, max_rank), config, adapted)
 
 
-class Adapters(Sequence[nn.Module]):
+class Adapters(list[Any]):
     """The members that `hfusion.lora` returns: peft models around one base. `member` and `load` create more.
 
     A member, ``fused[b]``, ``pop.models[row]`` and the model that ``pop.stop(row)`` returns have ``save_pretrained``,
@@ -95,17 +91,7 @@ class Adapters(Sequence[nn.Module]):
         self, frozen: FrozenBase, template: AdapterMember, config: Config, adapted: Sequence[nn.Module]
     ) -> None:
         self._frozen, self._template, self._config = frozen, template, config
-        self._members = [self._padded(model, f"member {index}") for index, model in enumerate(adapted)]
-
-    @overload
-    def __getitem__(self, index: int) -> AdapterMember: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[AdapterMember]: ...
-    def __getitem__(self, index: int | slice) -> AdapterMember | list[AdapterMember]:
-        return self._members[index]
-
-    def __len__(self) -> int:
-        return len(self._members)
+        super().__init__(self._padded(model, f"member {index}") for index, model in enumerate(adapted))
 
     def __repr__(self) -> str:
         ranks = [int(max(layer.rank for layer in layers(member).values())) for member in self]
@@ -122,10 +108,9 @@ class Adapters(Sequence[nn.Module]):
         Raises:
             FusionError: it does not fit the array, such as a larger rank, or a layer that no initial member adapts.
         """
-        first = self._config
-        member_config = changed(first if config is None else config, own, "the member that joins")
-        check_common(first, member_config, "the member that joins")
-        return self._padded(self._frozen.adapted(member_config, seed), "the member that joins")
+        label = "the member that joins"
+        member_config = changed(self._config, changed(self._config if config is None else config, own, label), label)
+        return self._padded(self._frozen.adapted(member_config, seed), label)
 
     def load(self, directory: Any) -> AdapterMember:
         """Return a member that continues from an adapter that peft, or a member's ``save_pretrained``, has saved.
@@ -259,22 +244,14 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     for layer in layers(template).values():
         settle(layer)
     # Attributes that rebuild a member, except those stored in its buffers.
-    first = cast(Any, adapted[0]).peft_config[NAME]
-    same_layers = all(member_layers.keys() == ranks.keys() for member_layers in layers_by_member)
-    cast(Any, template).base_model.peft_config[NAME] = _copy_config(
-        first, None if same_layers else chosen.target_modules
-    )
+    saved_config = copy.deepcopy(cast(Any, adapted[0]).peft_config[NAME])
+    if not all(member_layers.keys() == ranks.keys() for member_layers in layers_by_member):
+        target_only(saved_config, chosen.target_modules)
+    cast(Any, template).base_model.peft_config[NAME] = saved_config
     template.__class__ = member_class(type(template))
     member = cast(AdapterMember, template)
     member.caches = frozen.caches
     return member
-
-
-def _copy_config(config: Config, targets: set[str] | None) -> Config:
-    saved_config = copy.deepcopy(config)
-    if targets is not None:
-        target_only(saved_config, targets)
-    return saved_config
 
 
 def _check_peft() -> None:
@@ -463,15 +440,11 @@ def changed(config: Config, change: Config | Change, label: str) -> Config:
     Raises:
         FusionError: it cannot share an array with ``config``.
     """
-    if not isinstance(change, Mapping):
-        check_config(change, label)
-        check_common(config, change, label)
-        return copy.deepcopy(change)
-    fields = {field.name for field in dataclasses.fields(config)}
-    for name in change:
-        if name not in fields:
-            raise ValueError(f"{label}: {name!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
-    new_config = dataclasses.replace(copy.deepcopy(config), **change)
+    if isinstance(change, Mapping):
+        if unknown := change.keys() - {field.name for field in dataclasses.fields(config)}:
+            raise ValueError(f"{label}: {min(unknown)!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
+        change = dataclasses.replace(config, **change)
+    new_config = copy.deepcopy(change)
     check_config(new_config, label)
     check_common(config, new_config, label)
     return new_config
@@ -533,3 +506,160 @@ def check_common(config: Config, other: Config, label: str) -> None:
 def _plain(value: Any) -> Any:
     """Return lists of names as sets, as order does not matter and peft may list a name twice."""
     return frozenset(value) if isinstance(value, list | set | tuple) else value
+
+
+# Adapter layers of one size for all members: smaller ranks are padded with zeros, and cut again for peft.
+#
+# The padding stays zero: in ``x A^T B^T``, the gradient of a row of A is a product with the matching column of B, and
+# vice versa. A zero with a zero gradient stays zero in every optimizer of hf.optim except Muon, whose step depends on
+# the whole matrix, and adds nothing to a norm. So a member of rank 4 in layers of rank 16 trains as it does alone.
+#
+# The scale of an adapter becomes a buffer, so that one program serves all members, including those that join later. Its
+# rank and alpha become buffers too, so that they move with a member's row. Private attributes of peft's layers that are
+# used, tested with 0.21: ``scaling``, ``r`` and ``lora_alpha``.
+
+NAME = "default"
+"""The name of each member's adapter in peft."""
+
+# The dim of the rank, by the name of the tensor within its layer.
+_RANK_DIMS = {
+    f"lora_A.{NAME}.weight": 0,
+    f"lora_B.{NAME}.weight": 1,
+    f"lora_embedding_A.{NAME}": 0,
+    f"lora_embedding_B.{NAME}": 1,
+}
+_SIZES = ("in_features", "in_channels", "out_features", "out_channels")
+
+
+def layers(model: nn.Module) -> dict[str, Any]:
+    """Return the adapter layers of a peft model by path. Raises FusionError if one has no array form."""
+    from peft.tuners.lora import layer as kinds
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    supported = (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d)
+    adapter_layers = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if type(module) not in supported:
+            raise FusionError(
+                f"{path} is adapted by {type(module).__module__}.{type(module).__name__}, which has no array form: "
+                "hf.lora adapts dense Linear, Conv1D, Embedding and convolution layers; choose target_modules without "
+                "it, or a base that is not quantized"
+            )
+        adapter_layers[path] = module
+    return adapter_layers
+
+
+def rank(layer: Any) -> int:
+    """Return the rank of an original peft layer."""
+    return int(layer.r[NAME])
+
+
+def settle(layer: Any) -> None:
+    """Turn the scale, rank and alpha of a layer into buffers."""
+    from peft.tuners._buffer_dict import BufferDict
+
+    device = next(layer.parameters()).device
+    layer.scaling = BufferDict({NAME: torch.zeros((), dtype=torch.float64, device=device)}, persistent=True)
+    layer.register_buffer("rank", torch.zeros((), dtype=torch.int64, device=device))
+    layer.register_buffer("alpha", torch.zeros((), dtype=torch.float64, device=device))
+
+
+@torch.no_grad()
+def fill(layer: Any, source: Any, where: str) -> None:
+    """Copy peft's layer ``source`` into ``layer``, which `settle` has prepared. None: no adapter, rank 0.
+
+    Raises:
+        FusionError: ``source`` does not fit, for example as its rank is larger.
+    """
+    parameters = {} if source is None else dict(source.named_parameters())
+    for name, dim in _RANK_DIMS.items():
+        room = _tensor(layer, name)
+        if room is None:
+            continue
+        room.zero_()
+        if source is not None:
+            _check_room(where, rank(source), room.shape[dim], layer)
+            room.narrow(dim, 0, rank(source)).copy_(parameters[name])
+    layer.rank.fill_(0 if source is None else rank(source))
+    layer.alpha.fill_(0.0 if source is None else source.lora_alpha[NAME])
+    layer.scaling[NAME].fill_(0.0 if source is None else source.scaling[NAME])
+    if source is not None:
+        _fill_dropout(layer, source, where)
+
+
+def _check_room(where: str, member_rank: int, largest_rank: int, layer: Any) -> None:
+    if member_rank > largest_rank:
+        raise FusionError(
+            f"{where}: an adapter of rank {member_rank} does not fit an array whose largest rank is {largest_rank} "
+            f"there; make the array with room for it, hf.lora(..., max_rank={member_rank})"
+        )
+    if member_rank < largest_rank and getattr(layer.get_base_layer(), "groups", 1) > 1:
+        raise FusionError(
+            f"{where} is a convolution in groups, in each of which the rank is split: ranks {member_rank} and "
+            f"{largest_rank} cannot be padded to one; give all members one rank there (rank_pattern)"
+        )
+
+
+def _fill_dropout(layer: Any, source: Any, where: str) -> None:
+    room, p = layer.lora_dropout[NAME], dropout(source)
+    if isinstance(room, nn.Dropout):
+        room.p = p
+    elif p:
+        raise FusionError(
+            f"{where}: lora_dropout={p}, and the array was made without any; make it with a member that has dropout"
+        )
+
+
+def dropout(layer: Any) -> float:
+    return float(getattr(layer.lora_dropout[NAME], "p", 0.0))
+
+
+def lora_names(adapter_layers: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tensors that `fill` writes, including the buffers that `settle` adds."""
+    names = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
+    return frozenset(f"{path}.{name}" for path in adapter_layers for name in names)
+
+
+def cut(layer: Any) -> tuple[int, float]:
+    """Turn a layer that `settle` has prepared back into a peft layer of its own rank. Return its rank and alpha."""
+    size, alpha = int(layer.rank), float(layer.alpha)
+    for name, dim in _RANK_DIMS.items():
+        room = _tensor(layer, name)
+        if room is None:
+            continue
+        holder, key = _holder(layer, name)
+        part = room.detach().narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
+        setattr(holder, key, nn.Parameter(part, requires_grad=room.requires_grad))
+        for attribute in _size_names(holder, dim):
+            setattr(holder, attribute, size)
+    scale = float(layer.scaling[NAME])
+    del layer.rank, layer.alpha, layer.scaling
+    alpha = int(alpha) if alpha == int(alpha) else alpha
+    layer.r, layer.lora_alpha, layer.scaling = {NAME: size}, {NAME: alpha}, {NAME: scale}
+    if not dropout(layer):
+        layer.lora_dropout[NAME] = nn.Identity()
+    return size, alpha
+
+
+def _size_names(holder: nn.Module, dim: int) -> Iterator[str]:
+    """Yield the attributes that hold the rank: output sizes of A (dim 0), input sizes of B (dim 1)."""
+    half = _SIZES[2:] if dim == 0 else _SIZES[:2]
+    return (name for name in half if hasattr(holder, name))
+
+
+def _holder(layer: Any, name: str) -> tuple[Any, str]:
+    path, _, key = name.rpartition(".")
+    return layer.get_submodule(path), key
+
+
+def _tensor(layer: Any, name: str) -> Tensor | None:
+    path, _, key = name.rpartition(".")
+    holder: Any = layer
+    for part in path.split("."):
+        holder = holder._modules.get(part)
+        if holder is None:
+            return None
+    tensor: Tensor | None = holder._parameters.get(key)
+    return tensor

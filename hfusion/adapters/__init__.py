@@ -1,1 +1,0 @@
-"""Many peft adapters of one frozen base model as one array."""

@@ -1,1 +1,0 @@
-"""The state of the runs in a folder, as shown by `python -m hfusion status`."""
