@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from hfusion.device.machine import Machine as Machine
     from hfusion.population.ensemble import Ensemble as Ensemble
     from hfusion.population.ensemble import select as select
+    from hfusion.population.group_step import zip_loaders as zip_loaders
     from hfusion.population.logger import MemberLogger as MemberLogger
     from hfusion.population.population import Population as Population
-    from hfusion.population.zip_loaders import zip_loaders as zip_loaders
     from hfusion.schedule.engine import simulate as simulate
     from hfusion.step.train_step import train_step as train_step
     from hfusion.tasks.task import Evaluation as Evaluation
@@ -75,9 +75,9 @@ _NAMES = {
     "hfusion.core.patience": ("Patience",),
     "hfusion.device.machine": ("Device", "Machine"),
     "hfusion.population.ensemble": ("Ensemble", "select"),
+    "hfusion.population.group_step": ("zip_loaders",),
     "hfusion.population.logger": ("MemberLogger",),
     "hfusion.population.population": ("Population",),
-    "hfusion.population.zip_loaders": ("zip_loaders",),
     "hfusion.schedule.engine": ("simulate",),
     "hfusion.step.train_step": ("train_step",),
     "hfusion.tasks.task": ("Evaluation", "Step", "Task"),

@@ -301,7 +301,7 @@ VALUES = {
     "list(hf.zip_loaders([LOADER], epochs=-1))": "epochs=-1",
     "list(hf.zip_loaders([[]]))": "the loader of row 0 gave no batch in epoch 0",
     "list(hf.zip_loaders([iter(LOADER)], epochs=2))": "gave no batch in epoch 1",
-    "list(hf.zip_loaders([[torch.zeros(2)]], rows=[3]))": "the loader of row 3 gave Tensor",
+    "list(hf.zip_loaders([[torch.zeros(2)]], rows=[3]))": "got Tensor from the loader of row 3",
     "pop.stop(torch.tensor(True))": "is no row of an array of 3 members",
     "pop.stop([True, False])": "is no row of an array of 3 members",
     "pop.stop(np.array([True, False]))": "is no row of an array of 3 members",

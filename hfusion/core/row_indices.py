@@ -14,11 +14,6 @@ from torch import Tensor
 BLOCKS = 8
 
 
-def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
-    """Write ``values [len(rows), ...]`` into ``rows`` of a stack."""
-    stack.index_copy_(0, torch.tensor(list(rows), device=stack.device), values.to(stack.device, stack.dtype))
-
-
 def kept_rows(rows: Sequence[int], members: int) -> list[int]:
     """Return the source rows of an array that keeps only ``rows``. Raises ValueError."""
     sources = [row_of(row, members) for row in rows]

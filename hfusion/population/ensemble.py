@@ -143,10 +143,8 @@ class Ensemble(nn.Module):
         return mean.to(output.dtype), std.to(output.dtype)
 
     def extra_repr(self) -> str:
-        weights = "" if self.weights is None else f", weights={[round(w, 4) for w in self.weights.tolist()]}"
-        return f"{len(self.members)} members{weights}" + (
-            f", softmax={self.softmax}" if self.softmax is not None else ""
-        )
+        weights = None if self.weights is None else [round(weight, 4) for weight in self.weights.tolist()]
+        return f"{len(self.members)} members, {weights=}, softmax={self.softmax}"
 
 
 def _groups(models: Any) -> tuple[list[_Group], int]:

@@ -51,13 +51,13 @@ def evaluate(
     return values
 
 
-def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the target of a batch. Raises ValueError if it is not a pair."""
+def pair_of(batch: Any, source: str = "the loader") -> tuple[Any, Any]:
+    """Return the inputs and the target of a batch from ``source``. Raises ValueError if it is not a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise ValueError(
-            f"evaluate expects batches (inputs, target), got {type(batch).__name__}{many} from the loader. Several "
-            "inputs are a tuple, ((x, mask), target)."
+            f"expected batches (inputs, target), got {type(batch).__name__}{many} from {source}. Several inputs are a "
+            "tuple, ((x, mask), target)."
         )
     return batch[0], batch[1]
 

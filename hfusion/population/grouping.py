@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,15 +146,15 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
 def _of_bucket(models: Sequence[nn.Module], bucket: Sequence[int]) -> list[Candidates]:
     """Divide models of one signature into groups that can each be an array."""
     if len(bucket) == 1:
-        return [Candidates((bucket[0],), _why_alone(models[bucket[0]]) or UNIQUE)]
+        return [Candidates((bucket[0],), _refusal(check_alone, 0, models[bucket[0]]) or UNIQUE)]
     groups: list[Candidates] = []
     classes: list[list[int]] = []
     for index in bucket:
-        if reason := _why_alone(models[index]):
+        if reason := _refusal(check_alone, 0, models[index]):
             groups.append(Candidates((index,), reason))
             continue
         for alike in classes:
-            if not _why_apart(models[alike[0]], models[index]):
+            if not _refusal(check_pair, models[alike[0]], 1, models[index]):
                 alike.append(index)
                 break
         else:
@@ -168,63 +168,47 @@ def _of_bucket(models: Sequence[nn.Module], bucket: Sequence[int]) -> list[Candi
     return groups
 
 
-def _why_alone(model: nn.Module) -> str:
-    """Return why a model cannot be part of any array; empty if it can."""
+def _refusal(check: Callable[..., object], *models: Any) -> str:
+    """Return the message with which a check of models fails; empty if it passes."""
     try:
-        check_alone(0, model)
+        check(*models)
     except FusionError as error:
         return shortened(str(error).replace("model 0", "the model"))
     return ""
 
 
-def _why_apart(model: nn.Module, other: nn.Module) -> str:
-    """Return why two models cannot share an array; empty if their structure allows it."""
-    try:
-        check_pair(model, 1, other)
-    except FusionError as error:
-        return shortened(str(error))
-    return ""
-
-
 def may_share(model: nn.Module, other: nn.Module) -> bool:
     """Return whether the structure of two models of one `signature` allows them to share an array."""
-    return not (_why_alone(other) or _why_apart(model, other))
+    return not (_refusal(check_alone, 0, other) or _refusal(check_pair, model, 1, other))
 
 
 def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) -> None:
     """Raise a FusionError where a tensor that is trained is in models of several groups."""
-    owners: dict[Any, tuple[int, int, str]] = {}
-    for number, group in enumerate(groups):
-        for index in group.models:
-            for name, address in trained_memory(models[index]).items():
-                other = owners.setdefault(address, (number, index, name))
-                if other[0] != number:
-                    raise FusionError(
-                        f"{other[2]} of model {other[1]} and {name} of model {index} are one tensor that is trained, "
-                        "and the models cannot share an array: give each model its own by copy.deepcopy, or freeze it"
-                    )
-
-
-def trained_memory(model: nn.Module) -> Mapping[str, Any]:
-    """Return the device and address of each trained parameter of a model, by name."""
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel())
-    return {name: (parameter.device, _address(parameter)) for name, parameter in trained}
-
-
-def _address(tensor: Tensor) -> int:
-    return id(tensor) if tensor.is_meta else tensor.data_ptr()
+    group_of_model = {index: number for number, group in enumerate(groups) for index in group.models}
+    for (first, first_name, _), *others in _memory(models, trained=True).values():
+        for index, name, _ in others:
+            if group_of_model[index] != group_of_model[first]:
+                raise FusionError(
+                    f"{first_name} of model {first} and {name} of model {index} are one tensor that is trained, "
+                    "and the models cannot share an array: give each model its own by copy.deepcopy, or freeze it"
+                )
 
 
 def shared_frozen(models: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> frozenset[int]:
     """Return the ids of frozen parameters of ``models`` whose memory another model, also of ``others``, shares."""
-    owners: dict[Any, set[int]] = {}
-    for number, model in enumerate([*models, *others]):
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.numel():
-                owners.setdefault((parameter.device, _address(parameter)), set()).add(number)
-    shared_addresses = {address for address, numbers in owners.items() if len(numbers) > 1}
-    frozen = (p for model in models for p in model.parameters() if not p.requires_grad and p.numel())
-    return frozenset(id(p) for p in frozen if (p.device, _address(p)) in shared_addresses)
+    places = _memory([*models, *others], trained=False).values()
+    shared = [owners for owners in places if len({index for index, _, _ in owners}) > 1]
+    return frozenset(id(parameter) for owners in shared for index, _, parameter in owners if index < len(models))
+
+
+def _memory(models: Sequence[nn.Module], *, trained: bool) -> dict[Any, list[tuple[int, str, nn.Parameter]]]:
+    """Return by device and address the index of the model, name and parameter of what is trained, or is not."""
+    owners: dict[Any, list[tuple[int, str, nn.Parameter]]] = {}
+    for index, model in enumerate(models):
+        for name, p in model.named_parameters():
+            if p.requires_grad is trained and p.numel():
+                owners.setdefault((p.device, id(p) if p.is_meta else p.data_ptr()), []).append((index, name, p))
+    return owners
 
 
 # A member that moves from one group of a population to another, with all that belongs to it.

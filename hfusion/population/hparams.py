@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hfusion.core.patience import numbers
 from hfusion.core.row_indices import rows_of
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import MemberVector, member_vector, read
@@ -73,10 +74,6 @@ class RowVector:
             raise ValueError(refusals[0])
         for (places, vector, _), of_part in zip(self.parts, entries, strict=True):
             vector[of_part] = values[[places[local] for local in of_part]]
-
-    def copy_(self, values: Tensor) -> None:
-        """Write the values of all rows."""
-        self[:] = values
 
     def tolist(self) -> list[float]:
         """Return the values of all rows. Raises ValueError where the param groups differ."""
@@ -181,13 +178,10 @@ class MemberSchedules:
         metrics: Tensor | Sequence[float] | None = None,
     ) -> None:
         """One step of every member's scheduler, or of those of members ``rows``. ``metrics``: one number per row."""
-        count, values = len(self._population), None
+        count = len(self._population)
+        values = None
         if metrics is not None:
-            values = (
-                metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64, device="cpu")
-            ).detach()
-            if values.shape != (count,):
-                raise ValueError(f"metrics have shape {list(values.shape)}: give one number for each of {count} rows")
+            values = torch.tensor(numbers("metrics", metrics, count), dtype=torch.float64, device="cpu")
         chosen = set(range(count) if rows is None else rows_of(rows, count))
         for group, scheduler in self._of_groups():
             local = [index for index, row in enumerate(group.rows) if row in chosen]

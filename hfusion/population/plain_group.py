@@ -61,7 +61,7 @@ class PlainGroup(TrainingGroup):
         return evaluating_model(self.model)
 
     def __getstate__(self) -> dict[str, Any]:
-        listed = {"_loss", "_dicts", "_sizes", "_objects", "_named", "_parameters", "_all_named", "_buffers"}
+        listed = {"_loss", "_dicts", "_objects", "_named", "_parameters", "_all_named", "_buffers"}
         state = {name: value for name, value in super().__getstate__().items() if name not in listed}
         return {**state, "_shared": [name for name, tensor in tensors(self.model) if _is_shared(tensor)]}
 
@@ -109,7 +109,7 @@ class PlainGroup(TrainingGroup):
         """Cache the tensors: a step reads them five times, and walking the modules took half its overhead."""
         names = ("_parameters", "_buffers", "_modules")
         self._dicts = [getattr(module, name) for module in self.model.modules() for name in names]
-        self._sizes, self._objects = list(map(len, self._dicts)), list(self._values())
+        self._objects = list(self._values())
         self._named = tuple(self.model.named_parameters())
         self._parameters = tuple(parameter for _, parameter in self._named)
         self._all_named = tuple(self.model.named_parameters(remove_duplicate=False))
@@ -120,7 +120,8 @@ class PlainGroup(TrainingGroup):
 
     def settle(self) -> None:
         """Raise a FusionError if the model has other parameters than the optimizer; buffers may be replaced."""
-        if self._sizes == list(map(len, self._dicts)) and all(map(is_, self._values(), self._objects)):
+        values = list(self._values())
+        if len(values) == len(self._objects) and all(map(is_, values, self._objects)):
             return
         current = dict(self.model.named_parameters(remove_duplicate=False))
         ids, known = set(map(id, current.values())), {id(parameter) for _, parameter in self._all_named}

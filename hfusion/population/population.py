@@ -30,6 +30,7 @@ from hfusion.population.group_options import GroupOptions, OnNonfinite
 from hfusion.population.group_step import one_update, step_groups
 from hfusion.population.grouping import (
     TWINS,
+    Candidates,
     MemberLayout,
     PopulationGroup,
     copy_members,
@@ -139,21 +140,37 @@ class Population:
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
         names = new_names(tags or [None] * len(models), [], self._history)
         self._history.events += [Event(0, name, EventKind.START) for name in names]
-        if isinstance(models, FusedModule) or len(candidates := grouped(models)) == 1:
-            array = models if isinstance(models, FusedModule) else fuse(list(models))
-            rows = list(range(len(models)))
-            group = TrainingGroup.begin(array, options, rows, self._history)
-            if scaler is not None:
-                # The only array has the user's scaler itself.
-                scaler.begin(len(group))
-                group.scaler = scaler
-            self._add(group, rows, TWINS, names=names)
-        else:
-            shared = shared_frozen(models)
-            for candidate in candidates:
-                rows = list(candidate.models)
-                group = group_of([models[row] for row in rows], options, rows, shared, self._history)
-                self._add(group, rows, candidate.why, names=[names[row] for row in rows])
+        rows = tuple(range(len(models)))
+        candidates = [Candidates(rows, TWINS)] if isinstance(models, FusedModule) else grouped(models)
+        self._parted = len(candidates) > 1
+        self._form(candidates, models, rows, names, scaler)
+
+    def _form(
+        self,
+        candidates: Sequence[Candidates],
+        models: Any,
+        rows: Sequence[int],
+        names: Sequence[str],
+        scaler: GradScaler | None,
+    ) -> None:
+        """Create the groups of the first members, of which each has a model, a row and a name.
+
+        ``scaler``: the user's, which the only array has itself.
+        """
+        shared = shared_frozen(models) if self._parted else ()
+        for candidate in candidates:
+            places = [rows[index] for index in candidate.models]
+            if self._parted:
+                of_group = [models[index] for index in candidate.models]
+                group = group_of(of_group, self._options, places, shared, self._history)
+            else:
+                array = models if isinstance(models, FusedModule) else fuse(list(models))
+                group = TrainingGroup.begin(array, self._options, places, self._history)
+                if scaler is not None:
+                    scaler.begin(self._size)
+                    scaler.table.arrange(places)
+                    group.scaler = scaler
+            self._add(group, places, candidate.why, names=[names[index] for index in candidate.models])
         self._changed()
 
     def _begin(self, size: int, options: GroupOptions) -> None:
@@ -164,7 +181,7 @@ class Population:
         # Whether there have been several groups: they draw random numbers apart from each other from then on.
         self._parted = False
         self._numbers = 0
-        self._history = History()
+        self._history: History = History()
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self._prepare()
 

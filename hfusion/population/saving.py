@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from hfusion.array.fuse import fuse
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
@@ -26,9 +24,8 @@ from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
 from hfusion.population.group_options import LIMITS, GroupOptions
-from hfusion.population.grouping import Candidates, grouped, shared_frozen
+from hfusion.population.grouping import Candidates, grouped
 from hfusion.population.members import Event, EventKind
-from hfusion.population.plain_group import group_of
 from hfusion.population.training_group import TrainingGroup
 
 if TYPE_CHECKING:
@@ -142,25 +139,15 @@ def load(
     candidates.sort(key=lambda candidate: candidate.models[0])
     population._begin(len(rows), options)
     population._parted = len(candidates) > 1 or not all(arrays)
-    shared = shared_frozen(models)
-    for candidate in candidates:
-        held, of_group = [tags[index] for index in candidate.models], [models[index] for index in candidate.models]
-        places = [rows.index(tag) for tag in held]
-        if population._parted:
-            group = group_of(of_group, options, places, shared, population._history)
-        else:
-            group = TrainingGroup.begin(fuse(of_group), options, places, population._history)
-            if (scaler := arguments.get("scaler")) is not None:
-                scaler.begin(len(rows))
-                scaler.table.arrange(places)
-                group.scaler = scaler
-        reader = SaveReader.of([saved for saved in groups if not set(saved.body["members"]).isdisjoint(held)], held)
+    places = [rows.index(tag) for tag in tags]
+    population._form(candidates, models, places, tags, arguments.get("scaler"))
+    for group in population._groups:
+        held = group.table["tag"]
+        reader = SaveReader.of([saved for saved in groups if not set(held).isdisjoint(saved.body["members"])], held)
         _restore(group, reader, counted)
-        if not population._held_groups:
+        if group is population._groups[0]:
             # Members that join begin as those of the first group did.
             _keep_initial_values(options, group, reader, counted)
-        population._add(group, list(places), candidate.why)
-        group.table["tag"], group.table["alive"] = held, torch.ones(len(held), dtype=torch.bool, device="cpu")
     if not population._parted:
         _spread(population.array, groups, rows)
     population._changed()

@@ -12,7 +12,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import is_better, numbers
-from hfusion.core.row_indices import rows_of, write_rows
+from hfusion.core.row_indices import rows_of
 from hfusion.population.members import NO_BEST
 
 if TYPE_CHECKING:
@@ -169,13 +169,6 @@ def check_member_weights(weights: Any, members: int, where: str) -> Tensor:
     return values
 
 
-def _weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
-    """Return the mean over the first dim, weighted by ``shares``. Half precision is averaged in float32."""
-    wide = values.float() if values.dtype.itemsize < 4 else values
-    mean: Tensor = torch.tensordot(shares.to(wide), wide, 1)
-    return mean.to(values.dtype)
-
-
 @torch.no_grad()
 def average(
     population: Population,
@@ -197,58 +190,53 @@ def average(
     if weights is not None:
         values = check_member_weights(weights, len(rows), f"for the average of rows {list(rows)}")
     shares = {row: share for row, share in zip(rows, (values / values.sum()).tolist(), strict=True) if share > 0}
-    slot_of = population._layout.slot_of
     stacks = {group.number: held for group, held in _stacks(population)}
-    _check_alike({row: stacks[slot_of(row)[0].number] for row in dict.fromkeys([*rows, *(targets or ())])})
-    means = _means(population, stacks, shares)
+    members: dict[int, dict[str, Tensor]] = {}
+    for row in (*rows, *(targets or ())):
+        group, local = population._layout.slot_of(row)
+        members[row] = {name: stack[local] for name, stack in stacks[group.number].items()}
+        _check_alike(rows[0], members[rows[0]], row, members[row])
+    for row in targets or ():
+        group, local = population._layout.slot_of(row)
+        if done := int(group.table["done"][local]):
+            raise ValueError(
+                f"{done} of {int(group.table['accumulate'][local])} steps of an update of row {row} are made, with "
+                "gradients at its present weights: average into members between their updates"
+            )
+    means = {name: _mean([members[row][name] for row in shares], [*shares.values()]) for name in members[rows[0]]}
     if targets is None:
-        group, local = slot_of(rows[0])
+        group, local = population._layout.slot_of(rows[0])
         return _with_tensors(group.copied(local), means)
-    by_group = population._by_group(targets)
-    for group, places in by_group:
-        for local in places:
-            if done := int(group.table["done"][local]):
-                raise ValueError(
-                    f"{done} of {int(group.table['calls'][local])} steps of an update of row {group.rows[local]} are "
-                    "made, with gradients at its present weights: average into members between their updates"
-                )
-    for group, places in by_group:
-        for name, stack in stacks[group.number].items():
-            write_rows(stack, places, means[name].expand(len(places), *means[name].shape))
-        if optimizer == "reset":
-            group.optimizer.restart(places)
+    for row in targets:
+        for name, tensor in members[row].items():
+            tensor.copy_(means[name])
+    for group, places in population._by_group(targets) if optimizer == "reset" else ():
+        group.optimizer.restart(places)
     return None
 
 
-def _means(
-    population: Population, stacks: Mapping[int, Mapping[str, Tensor]], shares: Mapping[int, float]
-) -> dict[str, Tensor]:
-    """Return the mean ``[*shape]`` of each tensor over the rows in ``shares``, which have the same tensors.
+def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return the mean of members' tensors, weighted by ``shares``. Half precision is averaged in float32.
 
-    Integer tensors, such as BatchNorm's count of batches, are not averaged but copied from the last row, as
+    Integer tensors, such as BatchNorm's count of batches, are not averaged but copied from the last member, as
     `torch.optim.swa_utils.AveragedModel` copies the buffers of its latest model.
     """
-    slots = [population._layout.slot_of(row) for row in shares]
-    share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
-    last_group, last_local = slots[-1]
-    means = {}
-    for name, stack in stacks[last_group.number].items():
-        if stack.is_floating_point() or stack.is_complex():
-            values = [stacks[group.number][name][local].to(stack.device) for group, local in slots]
-            means[name] = _weighted_mean(torch.stack(values), share)
-        else:
-            means[name] = stack[last_local].clone()
-    return means
+    last = values[-1]
+    if not (last.is_floating_point() or last.is_complex()):
+        return last.clone()
+    stack = torch.stack([value.to(last.device) for value in values])
+    wide = stack.float() if stack.dtype.itemsize < 4 else stack
+    weights = torch.tensor(shares, dtype=torch.float64, device="cpu").to(wide)
+    mean: Tensor = torch.tensordot(weights, wide, 1).to(stack.dtype)
+    return mean
 
 
-def _check_alike(held: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Raise a ValueError unless the members have tensors of the same keys and shapes. ``held``: their stacks by row."""
-    (first, first_stacks), *others = held.items()
-    for row, stacks in others:
-        for name in () if stacks is first_stacks else dict.fromkeys([*first_stacks, *stacks]):
-            shapes = [list(each[name].shape[1:]) if name in each else "none" for each in (first_stacks, stacks)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(
-                    f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
-                    f"row {row}. Average members of one shape, by rows="
-                )
+def _check_alike(first: int, held: Mapping[str, Tensor], row: int, others: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError unless the members in rows ``first`` and ``row`` have tensors of the same keys and shapes."""
+    for name in {**held, **others}:
+        shapes = [list(each[name].shape) if name in each else "none" for each in (held, others)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
+                f"row {row}. Average members of one shape, by rows="
+            )
