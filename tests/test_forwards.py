@@ -87,6 +87,21 @@ def test_a_step_that_does_not_count_writes_nothing(name: str, bad: int) -> None:
         assert bool(changed) == (step < bad), changed
 
 
+def test_a_step_of_some_members_writes_their_frozen_parameters() -> None:
+    models = BY_NAME["parameter written: teacher in place"].models()
+    alone = copy.deepcopy(models)
+    pop = hf.Population(models, optimizer=lambda params: hf.optim.SGD(params, lr=0.1), loss=mean, compile=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in alone]
+    for row in (1, 1, 0, 1):
+        x = normal(5, 4)
+        pop.step(x, x, rows=[row])
+        optimizers[row].zero_grad()
+        mean(alone[row](x)).backward()
+        optimizers[row].step()
+    for key, stack in pop.fused.state_dict().items():
+        assert_close(stack, torch.stack([model.state_dict()[key] for model in alone]), rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", NESTED)
 def test_the_check_changes_no_gradient(name: str) -> None:

@@ -93,6 +93,15 @@ def cnn() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).double()
 
 
+def test_a_member_that_changes_after_a_trace_is_seen() -> None:
+    array, eager = pair(mlp)
+    compiled, x = torch.compile(array, backend="eager"), normal(4, 4)
+    assert_same(array, eager, run(compiled, x), run(eager, x))
+    for each in (array, eager):
+        each[1].eval()
+    assert_same(array, eager, run(compiled, x), run(eager, x))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (4,)),
     "cnn": (cnn, (2, 4, 4)),

@@ -165,7 +165,7 @@ def test_who_is_killed_loses_an_interval_at_most(tmp_path: Path, temporary: Path
                 logger.log(names, event.epoch * 4 + event.step, loss=event.losses)
 
         failing = with_slow("kill", 100, tmp_path / "mark", log)
-        options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 2, "on_result": results.append}
+        options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 5, "on_result": results.append}
         report = hf.train(failing, cluster, **options)
     assert_same(report, expected)
     assert nothing_left(temporary, before)
@@ -174,8 +174,8 @@ def test_who_is_killed_loses_an_interval_at_most(tmp_path: Path, temporary: Path
     keys = [[(type(e), e.task, e.epoch, getattr(e, "step", 0)) for e in events] for events in (heard, results)]
     assert sorted(map(str, keys[0])) == sorted(map(str, keys[1]))
     again = {span.step for span in report.timeline.actions if span.task == "plain" and span.act is Act.FORWARD}
-    # The ninth minibatch is read while the eighth is trained. By then the sixth has been saved.
-    assert min(again) >= 6
+    # The ninth minibatch is read while the eighth is trained. Of what was heard only the fifth has been saved.
+    assert min(again) >= 5
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
     assert sorted((row["member"], int(row["step"])) for row in rows) == sorted(
         (f"{event.task} {member}", event.epoch * 4 + event.step)
@@ -229,11 +229,21 @@ def broken_by_a_lock() -> hf.Task:
     return hf.Task(Net(4, 0), loss, lambda params: hf.optim.SGD(params, lr=0.1), loader, name="locked")
 
 
+class Computed(TensorDataset):
+    """Samples that the process of the cluster computes, in the default dtype."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.linspace(-1, 1, 5) * index / 48, index % 3
+
+
 def test_an_array_with_its_optimizer_is_trained_in_place(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    computed = DataLoader(Computed(*samples().tensors), batch_size=12)
+
     def make_array_and_task() -> tuple[hf.FusedModule, Any, hf.Task]:
         fused = hf.fuse([Net(4, seed) for seed in range(2)])
         opt = hf.optim.Adam(fused.parameters(), lr=[0.1, 0.2])
-        return fused, opt, hf.Task(fused, F.cross_entropy, opt, DataLoader(samples(), batch_size=12), seed=2)
+        return fused, opt, hf.Task(fused, F.cross_entropy, opt, computed, seed=2)
 
     (array, opt, task), (expected_array, other, second) = make_array_and_task(), make_array_and_task()
     hf.train(second, machine(tmp_path, 1))
@@ -262,8 +272,3 @@ def test_a_cluster_refuses_wrong_arguments(tmp_path: Path) -> None:
             hf.Cluster(where, **options)
     with pytest.raises(hf.PlanError, match=r"plan is for one process on an hf\.Machine"):
         hf.train(tasks(), hf.Cluster(single_machine), plan=hf.plan(tasks(), single_machine))
-
-
-# A driver that is killed: its processes end, and the next run removes its temporary files.
-
-pytest.importorskip("cloudpickle")

@@ -114,7 +114,7 @@ COPIES = {
 # A parameter whose value a write hides has a gradient of zeros, with which it decays; without one it would not.
 HIDING = {
     "copy": lambda h, x: h.copy_(x),
-    "copy, permuted": lambda h, x: h.permute(1, 0).unsqueeze(0).copy_(x.T),
+    "copy, permuted": lambda h, x: h.unsqueeze(0).permute(1, 2, 0).copy_(x.unsqueeze(-1)),
     "item": lambda h, x: h.__setitem__(slice(None), x),
     "real part": lambda h, x: torch.real(h).copy_(x),
     "zero": lambda h, x: h.zero_(),

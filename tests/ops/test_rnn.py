@@ -122,6 +122,7 @@ def test_members_drop_between_layers_by_their_own_draws() -> None:
     x = torch.randn(5, 2, 3)
     output, _ = fused(x)
     assert not torch.equal(output[0], output[1])
+    assert output.ne(0).all(), "nothing is dropped behind the last layer"
     fused.eval()
     output, _ = fused(x)
     assert torch.allclose(output[0], output[1])
