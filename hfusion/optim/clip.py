@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows
-from hfusion.device.backend import sent
+from hfusion.device.backend import backend, is_recorded, sent
+from hfusion.optim.gpu import WIDTH, by_width, library, program_spots
 from hfusion.optim.group import check_gradient, common_members, membership_of
 from hfusion.optim.hyper import HyperValue, member_vector
+
+EACH_ALONE = ("cpu",)
+"""Types of devices on which a call for each tensor costs nothing that one for all would save."""
 
 
 @torch.no_grad()
@@ -46,8 +52,12 @@ def clip_stacks(
     grads: Sequence[Tensor], limits: Tensor, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Clip stacked gradients ``[B, *S]`` in place: each member's norm to its limit in ``limits [B]``; return norms."""
-    first = grads[0].device
-    norms = total_norm([_norms_there(grad, len(limits), norm_type).to(first) for grad in grads], norm_type)
+    first, members = grads[0].device, len(limits)
+    together = on_accelerator(grads, members) if first.type not in EACH_ALONE and norm_type in ORDERS else []
+    if together:
+        norms = total_norm(torch.cat([stacks.norms(norm_type) for stacks in together]), norm_type)
+    else:
+        norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not math.isfinite(norm)}
         raise RuntimeError(
@@ -55,7 +65,9 @@ def clip_stacks(
             "error_if_nonfinite=False to scale their gradients anyway"
         )
     factors = clip_factors(norms, limits)
-    for grad in grads:
+    for stacks in together:
+        stacks.scale(factors)
+    for grad in grads if not together else ():
         scale(grad, factors)
     return norms
 
@@ -108,9 +120,10 @@ def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
     return bad
 
 
-def total_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norms ``[B]`` over all parameters, from those of each."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type, dim=0)
+def total_norm(norms: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norms ``[B]`` over all parameters, from those of each, ``[parameters, B]``."""
+    stacked = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
+    norm: Tensor = torch.linalg.vector_norm(stacked, norm_type, dim=0)
     return norm
 
 
@@ -151,3 +164,108 @@ def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[
             )
         grads.append(param.grad if mark.stacked else param.grad.unsqueeze(0))
     return members, grads
+
+
+# Norms and products of stacked gradients on an accelerator, in as many launches for many tensors as for few.
+
+ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
+"""Norms that the kernels compute, and what they call them."""
+
+
+class StackedGradients:
+    """Gradients ``[members, ...]`` of one dtype on one accelerator, in separate memory. Made by `on_accelerator`."""
+
+    def __init__(self, grads: Sequence[Tensor], members: int) -> None:
+        self._grads, self._members, self._device = grads, members, grads[0].device
+        sizes = tuple(grad.numel() // members for grad in grads)
+        self._tables = _tables(self._device, members, sizes, WIDTH // grads[0].dtype.itemsize)
+        for table in (self._tables.sizes, self._tables.firsts, *self._tables.spots.values()):
+            # Another stream may have made it.
+            backend(self._device).share(table)
+        addresses = [grad.data_ptr() for grad in grads]
+        self._wide = not any(address % WIDTH for address in addresses)
+        self._addresses = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
+        kernels = library()
+        self._constants = {
+            "dtype": kernels.DTYPES[grads[0].dtype],
+            "BLOCK": kernels.BLOCK,
+            "enable_fp_fusion": False,
+        }
+
+    def norms(self, norm_type: float) -> Tensor:
+        """Return the norms ``[tensors, members]``, each rounded to the dtype of the gradients."""
+        tables, kernels, dtype = self._tables, library(), self._grads[0].dtype
+        norms = torch.empty(len(self._grads), self._members, dtype=dtype, device=self._device)
+        arithmetic = torch.promote_types(dtype, torch.float32)
+        partials = torch.empty(tables.programs, dtype=arithmetic, device=self._device)
+        constants = {"ORDER": ORDERS[norm_type], **self._constants}
+        # Triton launches on the current device.
+        with backend(self._device).current():
+            for lanes, spots in self._launches():
+                arguments = (spots, tables.sizes, self._addresses, tables.firsts, partials)
+                kernels.partial_norms[(len(spots),)](*arguments, LANES=lanes, **constants)
+            kernels.row_norms[tuple(norms.shape)](
+                tables.sizes, tables.firsts, partials, norms, self._members, **constants
+            )
+        return norms
+
+    def scale(self, factors: Tensor) -> None:
+        """Multiply by ``factors [members]``, rounded to the dtype of the gradients."""
+        torch.autograd.graph.increment_version(self._grads)
+        with backend(self._device).current():
+            for lanes, spots in self._launches():
+                arguments = (spots, self._tables.sizes, self._addresses, factors)
+                library().scale_rows[(len(spots),)](*arguments, LANES=lanes, **self._constants)
+
+    def _launches(self) -> list[tuple[int, Tensor]]:
+        return [(lanes if self._wide else 1, spots) for lanes, spots in self._tables.spots.items()]
+
+
+def on_accelerator(grads: Sequence[Tensor], members: int) -> list[StackedGradients]:
+    """Return the gradients by dtype; none without Triton, for dtypes that it lacks, or on several devices.
+
+    Members must lie one behind the other, in any order of the other dims, and no two gradients in the same memory.
+    None, too, while user code captures a graph of the device, which would repeat the copy of today's addresses.
+    """
+    kernels, device = library(), grads[0].device
+    if isinstance(kernels, str) or torch.compiler.is_compiling() or not backend(device).fuses:
+        return []
+    apart = len({grad.data_ptr() for grad in grads}) == len(grads)
+    alike = all(grad.device == device and grad.dtype in kernels.DTYPES and _rows_apart(grad) for grad in grads)
+    if not (apart and alike) or is_recorded(device):
+        return []
+    dtypes = dict.fromkeys(grad.dtype for grad in grads)
+    return [StackedGradients([grad for grad in grads if grad.dtype is dtype], members) for dtype in dtypes]
+
+
+def _rows_apart(grad: Tensor) -> bool:
+    """Return whether the elements of each member lie together, without gaps, and the members in their order."""
+    if grad.is_contiguous():
+        return True
+    order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
+    return (order[0] == 0 or len(grad) == 1) and grad.permute(order).is_contiguous()
+
+
+class _Tables(NamedTuple):
+    """Gradients of certain sizes, wherever they lie, as the kernels take them.
+
+    ``programs``: the number of all blocks of all rows. ``spots``: by the elements that a thread moves at once.
+    """
+
+    sizes: Tensor
+    firsts: Tensor
+    programs: int
+    spots: Mapping[int, Tensor]
+
+
+@lru_cache(maxsize=16)
+def _tables(device: torch.device, members: int, sizes: tuple[int, ...], lanes: int) -> _Tables:
+    """Return the tables of gradients with these elements of a member; any stream may read them."""
+    block = library().BLOCK
+    counts = torch.tensor([members * -(-size // block) for size in sizes], device="cpu")
+    spots = {
+        width: program_spots(sizes, indices, members, block).to(device)
+        for width, indices in by_width(sizes, lanes).items()
+    }
+    firsts = counts.cumsum(0) - counts
+    return _Tables(torch.tensor(sizes, device="cpu").to(device), firsts.to(device), int(counts.sum()), spots)

@@ -86,14 +86,9 @@ class TritonStepper(Stepper):
         sizes = [real_view(param).numel() // self._members for param in stacks[0]]
         self._sizes = sent(torch.tensor(sizes, device="cpu"), self._device)
         lanes = WIDTH // self._dtype.itemsize
-        # The indices of tensors that are not empty, by the number of elements that a thread moves at once.
-        by_width: dict[int, list[int]] = {}
-        for index, size in enumerate(sizes):
-            if size:
-                by_width.setdefault(1 if size % lanes else lanes, []).append(index)
         self._launches = [
             (width, sent(program_spots(sizes, indices, self._members, kernels.BLOCK), self._device))
-            for width, indices in by_width.items()
+            for width, indices in by_width(sizes, lanes).items()
         ]
         self._constants = {"dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
         # Addresses are sent once and kept, because torch often reuses freed memory.
@@ -169,6 +164,15 @@ class _Addresses(NamedTuple):
 def _addresses_on(device: torch.device, addresses: tuple[int, ...]) -> _Addresses:
     tensor = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
     return _Addresses(tensor, not any(address % WIDTH for address in addresses))
+
+
+def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
+    """Group the indices of non-empty tensors by the number of elements that a thread moves at once."""
+    indices: dict[int, list[int]] = {}
+    for index, size in enumerate(sizes):
+        if size:
+            indices.setdefault(1 if size % lanes else lanes, []).append(index)
+    return indices
 
 
 def program_spots(sizes: Sequence[int], indices: Sequence[int], members: int, block: int) -> Tensor:

@@ -19,6 +19,12 @@ both launches can be recorded. This ``prepare`` takes
              the counts
   counts     float32 ``[tensors, members]``: of the steps, which are counted there
   scalars    as above
+
+Gradients are clipped by kernels that take spots, sizes and grads as above, and
+
+  firsts     int64 ``[tensors]``: where in ``partials`` the blocks of a tensor begin, those of its first member first
+  partials   of each block of each row, in the widest dtype of the arithmetic
+  norms      ``[tensors, members]``
 """
 
 # Triton reads annotations, and knows its own only.
@@ -165,6 +171,62 @@ def lerp(a, b, weight, dtype: tl.constexpr):
     """Interpolate from the nearer end, as torch does."""
     near = tl.abs(weight) < 0.5
     return add(tl.where(near, a, b), b - a, tl.where(near, weight, weight - 1), dtype)
+
+
+@triton.jit
+def _joined(value, ORDER: tl.constexpr):
+    """The sum, or for ``ORDER`` 0 the largest: a NaN anywhere is the largest."""
+    if ORDER == 0:
+        return tl.where(tl.sum((value != value).to(tl.int32)) > 0, float("nan"), tl.max(value))
+    return tl.sum(value)
+
+
+@triton.jit
+def partial_norms(
+    spots, sizes, grads, firsts, partials,
+    ORDER: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Of each block, what norms of ``ORDER`` 1, 2 or infinity, which is 0 here, are computed from."""
+    tensor, member, offsets, mask = spot(spots, sizes, BLOCK, LANES)
+    value = tl.abs(tl.where(mask, loaded(address(grads, tensor, offsets, dtype, LANES), mask, dtype), 0.0))
+    joined = _joined(value * value if ORDER == 2 else value, ORDER)
+    blocks = (tl.load(sizes + tensor) + BLOCK - 1) // BLOCK
+    index = tl.load(firsts + tensor) + member.to(tl.int64) * blocks + tl.load(spots + 3 * tl.program_id(0) + 2)
+    tl.store(partials + index, joined.to(partials.dtype.element_ty))
+
+
+@triton.jit
+def row_norms(
+    sizes, firsts, partials, norms, members,
+    ORDER: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The norms of the rows of each tensor, rounded to ``dtype`` as torch rounds each of them."""
+    tensor, member = tl.program_id(0), tl.program_id(1)
+    blocks = (tl.load(sizes + tensor) + BLOCK - 1) // BLOCK
+    row = partials + tl.load(firsts + tensor) + member * blocks
+    total = tl.full([BLOCK], 0.0, partials.dtype.element_ty)
+    for first in range(0, blocks, BLOCK):
+        within = first + tl.arange(0, BLOCK)
+        value = tl.load(row + within, within < blocks, other=0.0)
+        total = tl.where((value > total) | (value != value), value, total) if ORDER == 0 else total + value
+    norm = _joined(total, ORDER)
+    if ORDER == 2:
+        norm = tl.sqrt(norm) if partials.dtype.element_ty == tl.float64 else tl.sqrt_rn(norm)
+    tl.store(norms + tensor * members + member, norm.to(dtype))
+
+
+@triton.jit
+def scale_rows(
+    spots, sizes, grads, factors,
+    dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Multiply every row by its member's factor, which is rounded to ``dtype`` before, as torch's clipping does."""
+    tensor, member, offsets, mask = spot(spots, sizes, BLOCK, LANES)
+    factor = tl.load(factors + member).to(dtype)
+    if dtype.primitive_bitwidth == 16:
+        factor = factor.to(tl.float32)
+    value = loaded(address(grads, tensor, offsets, dtype, LANES), mask, dtype) * factor
+    tl.store(address(grads, tensor, offsets, dtype, LANES), value, mask)
 
 
 @triton.jit

@@ -156,10 +156,10 @@ def test_attention_without_a_kernel_is_written_out() -> None:
     assert calls_per_step(lambda: fused(x).sum().backward()).waits == 0
 
 
-# Clipping on CUDA takes a norm and a product for each tensor, and the host waits for nothing.
+# Clipping on CUDA takes as many launches for many tensors as for few, and the host waits for nothing.
 
-LAUNCHES = 11
-"""A copy of the limits; what stacks the norms, a norm over tensors, and what computes the factors."""
+LAUNCHES = 10
+"""Copies of addresses and of limits; three kernels over all tensors; a norm over tensors, and four for factors."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -167,10 +167,11 @@ LAUNCHES = 11
 @pytest.mark.parametrize("limit", [1.0, [1.0 + member for member in range(MEMBERS)]], ids=["one", "per member"])
 def test_norms(limit: float | list[float], norm_type: float, dtype: torch.dtype) -> None:
     stacks = parameters(dtype)
+    # The factors of half precision have float32 in between.
+    launches = LAUNCHES + (dtype is not torch.float32)
     for some in (stacks, stacks[:3]):
         calls = calls_per_step(lambda some=some: hf.optim.clip_grad_norm_(some, limit, norm_type))  # type: ignore[misc]
-        assert calls.launches <= 2 * len(some) + LAUNCHES
-        assert (calls.graphs, calls.waits, calls.refused) == (0, 0, ())
+        assert calls == Calls(launches=launches, graphs=0, waits=0)
 
 
 def test_values() -> None:

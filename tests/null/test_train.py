@@ -55,13 +55,12 @@ def calls_per_minibatch(clip: float | None, layers: int) -> Calls:
 
 
 @pytest.mark.parametrize("layers", [2, 12])
-@pytest.mark.parametrize(("clip", "launches"), [(None, 6), (1.0, 17)], ids=["plain", "clipped"])
+@pytest.mark.parametrize(("clip", "launches"), [(None, 6), (1.0, 19)], ids=["plain", "clipped"])
 def test_calls_of_a_compiled_minibatch(clip: float | None, launches: int, layers: int) -> None:
     calls = calls_per_minibatch(clip, layers)
-    # What the machine does once falls on few minibatches. Clipping takes a norm and a product for each tensor.
+    # What the machine does once falls on few minibatches.
     assert calls.waits < 0.3
-    assert round(calls.launches) <= launches + (4 * layers if clip else 0)
-    assert (round(calls.graphs), round(calls.pageable)) == (2, 0)
+    assert (round(calls.launches), round(calls.graphs), round(calls.pageable)) == (launches, 2, 0)
 
 
 def test_callbacks_hear_all_losses_in_order() -> None:

@@ -13,17 +13,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hfusion.optim import gpu, group
+from hfusion.optim import clip, gpu, group
 
 
 def interpret(patch: pytest.MonkeyPatch) -> None:
-    """Let optimizers step tensors on the CPU by the Triton kernels. Call `forget` afterwards."""
+    """Let optimizers step and clip tensors on the CPU by the Triton kernels. Call `forget` afterwards."""
     pytest.importorskip("triton")
+    import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder
 
     patch.delenv("HFUSION_NATIVE", raising=False)
     patch.setenv("TRITON_INTERPRET", "1")
     patch.setattr(group, "KERNELS", {"cpu": gpu.plan})
+    patch.setattr(clip, "EACH_ALONE", ())
+    # Those of Triton's language that are written in it were compiled when it was imported, which may be long ago.
+    patch.setattr(tl, "sum", lambda value: tl.reduce(value, None, tl.standard._sum_combine))
+    patch.setattr(tl, "max", lambda value: tl.reduce(value, None, tl.standard._elementwise_max))
     patch.setattr(InterpreterBuilder, "cast_impl", _rounding(InterpreterBuilder.cast_impl))
     forget()
 
@@ -33,6 +38,7 @@ def forget() -> None:
     sys.modules.pop("hfusion.optim.triton_kernels", None)
     gpu._loaded.cache_clear()
     gpu.generated.cache_clear()
+    clip._tables.cache_clear()
 
 
 def _rounding(cast: Any) -> Any:
