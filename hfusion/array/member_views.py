@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, filterfalse
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,43 +110,53 @@ class _Watch:
 
     def __init__(self, members: Iterable[MemberModule]) -> None:
         members = list(members)
-        modules = [module for member in members for module in member.modules.values()]
-        self._attributes = list(map(vars, modules))
-        self._tables = [attributes[name] for attributes in self._attributes for name in _TABLES]
+        self._modules = [module for member in members for module in member.modules.values()]
+        self._held = [vars(module) for module in self._modules]
+        self._tables = [attributes[name] for attributes in self._held for name in _TABLES]
+        self._filled = [table for table in self._tables if table]
+        attributes = [dict(python_attributes(module)) for module in self._modules]
+        # A getter of one name alone would give no tuple.
+        pairs = zip(map(list, attributes), self._held, strict=True)
+        self._readers = [(itemgetter(names[0], *names), held) for names, held in pairs if names]
         self._parameters = list({id(p): p for member in members for p in member.parameters.values()}.values())
         changeable = [(m.model, list(filterfalse(_is_fixed, _values(m.modules.values())))) for m in members]
         self._containers = [value for _, values in changeable for value in filter(_holds_fixed, values)]
         objects = [(model, list(filterfalse(_holds_fixed, values))) for model, values in changeable]
         self._objects = [(registered_names(model), values) for model, values in objects if values]
-        self._seen = _entries(self._attributes), _entries(self._tables)
+        self._sizes = list(map(len, self._held)), list(map(len, self._tables))
+        self._seen = list(self._read_tables()), list(self._read_attributes())
         self._flags, self._contents = self._read_flags(), self._read_contents()
 
     def same_attributes(self) -> bool:
-        """Return whether the members have the same attributes and modes, and these the same contents."""
-        same = _are_same(_entries(self._attributes), self._seen[0])
+        """Return whether the members have the same attributes, and these the same contents."""
+        try:
+            same = self._sizes[0] == list(map(len, self._held)) and all(
+                map(is_, self._read_attributes(), self._seen[1])
+            )
+        except KeyError:
+            return False
         return same and self._read_contents() == self._contents
 
     def same_tensors(self) -> bool:
-        """Return whether the members hold the same tensors, modules and hooks, in the same memory."""
-        return _are_same(_entries(self._tables), self._seen[1]) and self._read_flags() == self._flags
+        """Return whether the members hold the same tensors, modules and hooks, in the same modes and memory."""
+        same = self._sizes[1] == list(map(len, self._tables)) and all(map(is_, self._read_tables(), self._seen[0]))
+        return same and self._read_flags() == self._flags
+
+    def _read_tables(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._filled))
+
+    def _read_attributes(self) -> Iterator[Any]:
+        return chain.from_iterable([read(attributes) for read, attributes in self._readers])
 
     def _read_flags(self) -> tuple[Any, ...]:
         # Otherwise, each attribute of a subclass costs a search for its __torch_function__.
         with DisableTorchFunctionSubclass():
             hooks = list(map(len, filter(None, chain.from_iterable(map(_TENSOR_HOOKS, self._parameters)))))
-            return list(map(_TRAINED, self._parameters)), list(map(Tensor.data_ptr, self._parameters)), hooks
+            memory = list(map(Tensor.data_ptr, self._parameters))
+            return list(map(_MODE, self._modules)), list(map(_TRAINED, self._parameters)), memory, hooks
 
     def _read_contents(self) -> list[Any]:
         return [*map(content, self._containers), *(value_keys(names, values) for names, values in self._objects)]
-
-
-def _entries(tables: Sequence[Any]) -> list[Any]:
-    """Return the keys and values of several dicts."""
-    return [*chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))]
-
-
-def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(map(is_, values, others))
 
 
 def _values(modules: Iterable[nn.Module]) -> Iterator[Any]:
