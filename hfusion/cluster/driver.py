@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, pack_with_keys
@@ -25,7 +24,7 @@ from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
-from hfusion.tasks.arrange import Room
+from hfusion.tasks.arrange import Room, array_of
 from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
@@ -245,7 +244,7 @@ class Drive:
         report = done.report[placed_array.task.name]
         for generator, state in zip(loader_generators(placed_array.task), done.generators, strict=True):
             generator.set_state(state)
-        array = placed_array.trained_array()
+        array = array_of(placed_array.task, placed_array.job.members)
         with torch.no_grad():
             for name, tensor in tensors(array):
                 if name in done.tensors:
@@ -420,14 +419,6 @@ class PlacedArray:
         """Return the job with the task."""
         parcel, keys = pack_with_keys(f"the task {self.task.name!r}", self.sent, parts.keys)
         return replace(self.job, parcel=parcel, parts={key: parts.references[key] for key in keys})
-
-    def trained_array(self) -> FusedModule:
-        """Return the array of this process into which results are written."""
-        models = self.task.models
-        if isinstance(models, FusedModule):
-            return models
-        model_list = [models] if isinstance(models, nn.Module) else models
-        return fuse([model_list[index] for index in self.job.members])
 
 
 def placed_tasks(

@@ -72,8 +72,14 @@ def _gradients_by_backward(
 class Training:
     """Executes the units of a spilled task. One unit runs at a time; loads and evictions run concurrently.
 
-    ``losses``, ``evaluations``: a tensor ``[B]`` per trained, or evaluated, minibatch so far. ``over``: the task has
-    ended early, so that no more units are computed. ``compiled``: whether minibatches are compiled steps.
+    Attributes:
+        losses, evaluations: a tensor ``[B]`` per trained, or evaluated, minibatch so far.
+        over: the task has ended early, so that no more units are computed.
+        compiled: whether minibatches are compiled steps.
+        scheduled: the plan whose units the engine schedules.
+        generators: the generators of the task's random numbers. Use them between units only.
+        idle: the rows of members that have stopped, which need not be computed.
+        resumed_calls: the kinds of minibatches that were compiled in the run that this one resumes.
     """
 
     compiled = False
@@ -88,16 +94,18 @@ class Training:
         clip: Tensor | None,
         seed: int,
     ) -> None:
-        self.plan = plan
+        self.plan = self.scheduled = plan
         self.state = state
         self.losses: list[Tensor] = []
         self.evaluations: list[Tensor] = []
         self.over = False
+        self.idle: frozenset[int] = frozenset()
+        self.resumed_calls: set[str] = set()
         self._names = names
         self._source = source
         self._evaluation = evaluation
         self._clip = clip
-        self._generators = Generators(seed)
+        self.generators = Generators(seed)
         self._carried = plan.carried
         self._batch: Any
         self._recipe: Recipe
@@ -116,11 +124,6 @@ class Training:
         # Called when a unit of a minibatch has ended, and to save the task after a unit if that is due.
         self.ended: Callable[[Unit], None] = lambda unit: None
         self.save = self.ended
-
-    @property
-    def scheduled(self) -> TaskPlan:
-        """The plan whose units the engine schedules."""
-        return self.plan
 
     def units_after(self, steps: int) -> int:
         """Return the number of scheduled units that have run after ``steps`` minibatches."""
@@ -141,20 +144,9 @@ class Training:
         """Wait until the losses of all minibatches are on the host."""
 
     @property
-    def generators(self) -> Generators:
-        """The generators of the task's random numbers. Use them between units only."""
-        return self._generators
-
-    @property
     def known_calls(self) -> list[str]:
         """The kinds of minibatches that are compiled, or will be at the next one."""
         return []
-
-    def expect(self, calls: Sequence[str]) -> None:
-        """Set the kinds of minibatches that were compiled in the run that this one resumes."""
-
-    def mark_idle(self, rows: frozenset[int]) -> None:
-        """Note that the members in ``rows`` have stopped, so that they need not be computed."""
 
     def stop(self) -> None:
         """Cancel the waiting for minibatches."""
@@ -237,7 +229,7 @@ class Training:
         return shard == len(self.plan.shards) - 1
 
     def _read(self, source: Source, device: torch.device, gate: Gate) -> Recipe:
-        self._batch = source.next(self._generators.active(device))
+        self._batch = source.next(self.generators.active(device))
         recipe = source.find(self._batch)
         if recipe is None:
             with gate.exclusive(), self.state.at_home():
@@ -252,9 +244,9 @@ class Training:
         is_last = self._is_last(shard)
         if not is_last:
             self._buffer_snapshots[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
-            self._drawn[shard] = self._generators.copy()
+            self._drawn[shard] = self.generators.copy()
         inputs = self._boundary.take(part.takes, device)
-        with self._drawing(self._generators, device), nullcontext() if is_last else forgetting():
+        with self._drawing(self.generators, device), nullcontext() if is_last else forgetting():
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
@@ -273,7 +265,7 @@ class Training:
         if shard in self.plan.pinned:
             self._refresh(shard)
         inputs = self._boundary.take(self._recipe.parts[shard].takes, device)
-        with torch.no_grad(), self._drawing(self._generators, device):
+        with torch.no_grad(), self._drawing(self.generators, device):
             graph = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, [self._names[name] for name in self._recipe.parts[shard].writes])
         self._boundary.keep(shard, graph.outputs, self._recipe.later[shard])
@@ -332,7 +324,7 @@ class Training:
             if self._recipe.branching is None:
                 gradients = torch.autograd.grad(outputs, [*leaves.values()], seeds, allow_unused=True)
             else:
-                with self._drawing(self._generators, device):
+                with self._drawing(self.generators, device):
                     gradients = _gradients_by_backward(outputs, seeds, leaves, inputs)
             grads = {key: grad for key, grad in zip(leaves, gradients, strict=True) if grad is not None}
             for key in grads.keys() & inputs.keys():

@@ -108,16 +108,14 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
             for arrangement in arrangements
         ]
     )
-    loads = [rate.load for rate in rates.values()]
-    evicts = [rate.evict for rate in rates.values()]
+    return arrangements, _plan_of(arrangements, machine, rates, room)
+
+
+def _plan_of(arrangements: Sequence[Arrangement], machine: Machine, rates: Mapping[str, Rates], room: Room) -> Plan:
+    load, evict = (min(getattr(rate, name) for rate in rates.values()) for name in ("load", "evict"))
     budgets = {device.name: device.memory for device in machine.devices}
-    return arrangements, Plan(
-        tuple(arrangement.plan for arrangement in arrangements),
-        budgets,
-        min(loads),
-        min(evicts),
-        room.rates.action_seconds,
-    )
+    plans = tuple(arrangement.plan for arrangement in arrangements)
+    return Plan(plans, budgets, load, evict, room.rates.action_seconds)
 
 
 # The fields of a plan that determine how its tasks are trained, but not where.
@@ -154,20 +152,22 @@ def arrange_one(
 
     ``planned``: the same array, planned for another device.
     """
-    room, models = room_of(machine, machine.calibrate(), keep=True), task.models
-    if planned is not None:
-        arrangement = _arranged(task, planned.array, members, planned.first, room, name, planned.optimizer)
+    rates = machine.calibrate()
+    room = room_of(machine, rates, keep=True)
+    if planned is None:
+        arrangement = _arranged(task, array_of(task, members), members, first_minibatches(task), room, name)
     else:
-        if isinstance(models, FusedModule):
-            check_together(models, "hf.train")
-        else:
-            model_list = [models] if isinstance(models, nn.Module) else models
-            models = fuse([model_list[index] for index in members])
-        arrangement = _arranged(task, models, members, first_minibatches(task), room, name)
-    budgets = {device.name: device.memory for device in machine.devices}
-    return [arrangement], Plan(
-        (arrangement.plan,), budgets, room.rates.load, room.rates.evict, room.rates.action_seconds
-    )
+        arrangement = _arranged(task, planned.array, members, planned.first, room, name, planned.optimizer)
+    return [arrangement], _plan_of([arrangement], machine, rates, room)
+
+
+def array_of(task: Task, members: Sequence[int]) -> FusedModule:
+    """Return the array of a task, or fuse those of its models. Raises FusionError."""
+    if isinstance(task.models, FusedModule):
+        check_together(task.models, "hf.train")
+        return task.models
+    models = [task.models] if isinstance(task.models, nn.Module) else task.models
+    return fuse([models[index] for index in members])
 
 
 def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once: int = 1) -> Room:
@@ -189,14 +189,14 @@ def arrays_of(task: Task, room: Room) -> list[Arrangement]:
 
 def _plan_arrays(task: Task, room: Room, first: First) -> list[Arrangement]:
     if isinstance(task.models, FusedModule):
-        check_together(task.models, "hf.train")
-        return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
+        members = range(task.members)
+        return [_arranged(task, array_of(task, members), members, first, room, task.name)]
     models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
     groups = deque(part for group in shapes(models) for part in _alike(task, models, group, first, room))
     arrays, count = [], len(groups)
     for number in range(count):
         name = task.name if count == 1 else f"{task.name}.{number}"
-        arrays += _widths(task, models, *groups.popleft(), first, room, name)
+        arrays += _widths(task, *groups.popleft(), first, room, name)
     return arrays
 
 
@@ -210,7 +210,7 @@ def _alike(
     if len({fingerprint(models[index]) for index in group}) == 1:
         yield group, None
         return
-    whole = fuse([models[index] for index in group])
+    whole = array_of(task, group)
     _plan_for(whole, room)
     try:
         whole.compiled(Minibatch.of(task, first.trained, group).arguments_for(whole))
@@ -225,23 +225,17 @@ def _alike(
 
 
 def _widths(
-    task: Task,
-    models: Sequence[nn.Module],
-    group: Sequence[int],
-    whole: FusedModule | None,
-    first: First,
-    room: Room,
-    name: str,
+    task: Task, group: Sequence[int], whole: FusedModule | None, first: First, room: Room, name: str
 ) -> list[Arrangement]:
     """Return the arrays of models with equal forwards, at the width with the least estimated time."""
-    whole = whole or fuse([models[index] for index in group])
+    whole = whole or array_of(task, group)
     optimizer = optimizer_of(task, whole, group)
     width = _width(task, whole, optimizer, group, first, room)
     if width == len(group):
         return [_arranged(task, whole, group, first, room, name, optimizer)]
     del whole, optimizer
     return [
-        _arranged(task, fuse([models[index] for index in part]), part, first, room, f"{name}.{number}")
+        _arranged(task, array_of(task, part), part, first, room, f"{name}.{number}")
         for number, part in enumerate(batched_evenly(group, width))
     ]
 

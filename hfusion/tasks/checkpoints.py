@@ -245,7 +245,7 @@ def resume(saved: Mapping[str, Any], border: Border) -> None:
     if saved["evaluations"] is not None:
         training.evaluations.extend(saved["evaluations"].unbind())
     training.generators.states.update(saved["random"])
-    training.expect(saved["calls"])
+    training.resumed_calls.update(saved["calls"])
     for stream, position in zip(border.streams, saved["positions"], strict=True):
         stream.resume(Position(**position))
     border.resume(dict(saved["stopped"]))

@@ -182,7 +182,7 @@ class Border:
 
     def _note_stopped(self) -> None:
         self.training.over = self.stopped.all
-        self.training.mark_idle(frozenset(range(len(self.setup.members))).difference(self.stopped.rows))
+        self.training.idle = frozenset(range(len(self.setup.members))).difference(self.stopped.rows)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class ResidentTraining(Training):
 
     def __init__(self, *args: Any, arrangement: Arrangement, slices: Slices, eager: str) -> None:
         super().__init__(*args)
-        self.slices = slices
+        self.slices, self.scheduled = slices, slices.scheduled
         self._first = 0
         self._queue = LossQueue()
         self._trained = {name: self.state.parameter(name) for name in self.state.shards[0].trained}
@@ -90,12 +90,6 @@ class ResidentTraining(Training):
             self.step.tell = lambda call, why: None
         else:
             self.step.tell = partial(_warn, self.plan.name)
-        # The kinds of calls, for any number of samples, that were compiled in the run that this one resumes.
-        self._resumed_calls: set[str] = set()
-
-    @property
-    def scheduled(self) -> TaskPlan:
-        return self.slices.scheduled
 
     def units_after(self, steps: int) -> int:
         self._first = steps
@@ -113,13 +107,7 @@ class ResidentTraining(Training):
 
     @property
     def known_calls(self) -> list[str]:
-        return sorted({*map(any_samples, self.step.known_calls), *self._resumed_calls})
-
-    def expect(self, calls: Sequence[str]) -> None:
-        self._resumed_calls = set(calls)
-
-    def mark_idle(self, rows: frozenset[int]) -> None:
-        self.step.idle = rows
+        return sorted({*map(any_samples, self.step.known_calls), *self.resumed_calls})
 
     @property
     def minibatches(self) -> int:
@@ -151,10 +139,10 @@ class ResidentTraining(Training):
         recipe = self._read(self._source, device, gate)
         minibatch = self._batch.on(device)
         args, kwargs = minibatch.arguments.args_and_kwargs()
-        if self._resumed_calls:
+        if self.resumed_calls:
             # The program of a kind serves minibatches with another number of samples, too.
             text = StepCall(minibatch.arguments, Arguments.of((minibatch.target,), {})).text
-            if any_samples(text) in self._resumed_calls:
+            if any_samples(text) in self.resumed_calls:
                 self.step.expected_calls.add(text)
         prepared = self.step.prepare(kwargs or args, minibatch.target)
 
@@ -171,8 +159,8 @@ class ResidentTraining(Training):
 
         with gate.computing():
             # Run it through the step, which may use threads of its own.
-            self.step.update = update
-            with self._drawing(self._generators, device):
+            self.step.update, self.step.idle = update, self.idle
+            with self._drawing(self.generators, device):
                 losses = self.step.run(prepared)
             self.losses += self._queue.put(losses)
             self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
