@@ -386,11 +386,7 @@ def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> t
                 f"members give {list(predictions.shape[1:])} for targets {list(target.shape)}: give score="
             )
         return F.mse_loss, softmax
-    return _cross_entropy, 1 if softmax is None else softmax
-
-
-def _cross_entropy(probabilities: Tensor, target: Tensor) -> Tensor:
-    return F.nll_loss(probabilities.log(), target)
+    return lambda probabilities, classes: F.nll_loss(probabilities.log(), classes), 1 if softmax is None else softmax
 
 
 def _prediction(leaf: Any, softmax: int | None) -> Tensor:

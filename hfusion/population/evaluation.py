@@ -141,20 +141,14 @@ def member_metrics(
     """
     check_batches(batches)
     updated = is_updated(metric)
-    apart = not updated and _any_ragged(batches)
+    # Members may have different numbers of samples.
+    apart = not updated and any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
     parts = batches if updated or apart else [joined_batches(batches)]
     values = {}
     for row, tag in members.items():
-        member_batches = [_of_member(part, row) for part in parts]
-        if apart:
-            member_batches = [
-                (
-                    _joined([output for output, _ in member_batches], 0),
-                    _joined([target for _, target in member_batches], 0),
-                )
-            ]
+        own = [_of_member(part, row) for part in parts]
         try:
-            value = _updated(metric, member_batches) if updated else metric(*member_batches[0])
+            value = _updated(metric, own) if updated else metric(*(joined_batches(own, 0) if apart else own[0]))
             values[row] = number(value) if convert is None else convert(value)
         except Exception as error:
             error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
@@ -176,14 +170,14 @@ def check_metric(metric: object) -> None:
         )
 
 
-def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the concatenated outputs ``[rows, N, ...]`` and targets of all batches.
+def joined_batches(batches: Sequence[tuple[Any, Any]], dim: int = 1) -> tuple[Any, Any]:
+    """Return the concatenated outputs ``[rows, N, ...]`` and targets of all batches; ``dim``: the samples of outputs.
 
     What has no samples gets one entry per batch: tensors ``[rows]`` become ``[rows, batches]``, other values lists
     unless they are the same in all batches. Raises ValueError.
     """
     check_batches(batches)
-    return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
+    return _joined([output for output, _ in batches], dim), _joined([target for _, target in batches], 0)
 
 
 def check_batches(batches: Sequence[Any]) -> None:
@@ -206,11 +200,6 @@ def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
     kinds = Tensor | Ragged | Listed
     member_outputs = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, kinds) else leaf, outputs)
     return member_outputs, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
-
-
-def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
-    """Return whether members have different numbers of samples, so that their batches are joined separately."""
-    return any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:

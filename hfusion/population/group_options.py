@@ -123,10 +123,6 @@ class GroupOptions:
             optimizer.initial_values = copy.deepcopy(self.initial_hypers)
         return optimizer
 
-    def scaler_of(self, rows: Sequence[int]) -> GradScaler | None:
-        """Return a scaler with the scales of members that began in ``rows``."""
-        return None if self.scaler is None else self.scaler.of_rows(rows)
-
 
 def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:
     """Return the value for one of ``count`` joining members, from one for all or a list. Raises ValueError."""

@@ -19,7 +19,7 @@ from hfusion.core.row_indices import is_row, rows_of
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.group_options import value_of
 from hfusion.population.members import EventKind, check_start, listed, new_names
-from hfusion.population.plain_group import group_of, plain_group
+from hfusion.population.plain_group import group_of
 from hfusion.population.training_group import TrainingGroup, signature
 
 if TYPE_CHECKING:
@@ -221,11 +221,6 @@ class MemberState:
     model: nn.Module
     tables: dict[str, MemberTable]
 
-    @property
-    def tag(self) -> str:
-        """The member's name."""
-        return self.tables["member"]["tag"][0]  # type: ignore[no-any-return]
-
 
 def copy_member_state(group: TrainingGroup, row: int) -> MemberState:
     """Return a copy of the member in ``row`` of a group, with its training state."""
@@ -332,7 +327,8 @@ def start(
     models = listed("model", model, nn.Module)
     tags = [None] * len(models) if tag is None else listed("tag", tag, str)
     taken, count = population.tags, len(models)
-    rows = (population._layout.free or [len(population)])[:1] if row is None else rows_of(row, len(population))
+    size = len(population)
+    rows = rows_of(row, size) if row is not None else [*population._layout.free, *range(size, size + count)][:count]
     check_start(rows, tags, taken, count)
     grouped(models)
     makes = [None] * count if scheduler is None else one_for_each(scheduler, count)
@@ -345,7 +341,7 @@ def start(
         for index, joining in enumerate(models):
             own_numbers = {name: value_of(name, given, index, count) for name, given in numbers.items()}
             own = {key: value_of(key, given, index, count, pair=key in pairs_of) for key, given in hypers.items()}
-            member = plain_group(joining, options, 0, shared, history)
+            member = group_of([joining], options, [0], shared, history)
             member.begin_anew(makes[index], own_numbers, own)
             new.append(member)
         for new_row, name, member in zip(rows, names, new, strict=True):
@@ -362,7 +358,7 @@ def start(
         raise
     population._size = max(population._size, *(each + 1 for each in rows))
     population._changed()
-    return rows[0] if row is None or is_row(row) else rows
+    return rows[0] if is_row(row) or (row is None and isinstance(model, nn.Module)) else rows
 
 
 def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> None:
@@ -402,7 +398,7 @@ def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> No
         shared = shared_frozen([state.model], [group.model for group in population._groups])
         group = _group_of(population, [state], shared)
         population._add(group, [target], "")
-        written.append((group, 0, target, state.tag))
+        written.append((group, 0, target, state.tables["member"]["tag"][0]))
         new.append(group)
     for group, place, target, origin in written:
         group.table.enter(place, tags[target] or names[target], target)

@@ -7,7 +7,6 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -89,10 +88,6 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None) -> None:
-        try:
-            import_module("tensorboard")
-        except ImportError as error:
-            raise ImportError("hf.MemberLogger(tensorboard=...) needs tensorboard: pip install tensorboard") from error
         from torch.utils.tensorboard import SummaryWriter
 
         self._make, self._folder, self._purge_step = SummaryWriter, Path(folder), purge_step

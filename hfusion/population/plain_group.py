@@ -109,37 +109,37 @@ class PlainGroup(TrainingGroup):
         """Cache the tensors: a step reads them five times, and walking the modules took half its overhead."""
         names = ("_parameters", "_buffers", "_modules")
         self._dicts = [getattr(module, name) for module in self.model.modules() for name in names]
-        self._objects = list(self._values())
+        self._objects = self._values()
         self._named = tuple(self.model.named_parameters())
         self._parameters = tuple(parameter for _, parameter in self._named)
         self._all_named = tuple(self.model.named_parameters(remove_duplicate=False))
         self._buffers = tuple(name for name, _ in self.model.named_buffers())
 
-    def _values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._dicts))
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def settle(self) -> None:
         """Raise a FusionError if the model has other parameters than the optimizer; buffers may be replaced."""
-        values = list(self._values())
+        values = self._values()
         if len(values) == len(self._objects) and all(map(is_, values, self._objects)):
             return
-        current = dict(self.model.named_parameters(remove_duplicate=False))
-        ids, known = set(map(id, current.values())), {id(parameter) for _, parameter in self._all_named}
-        for name in (name for name, parameter in self._all_named if id(parameter) not in ids):
-            verb = f"has another parameter {name}" if name in current else f"has no parameter {name} any more"
-            raise self._unfit(f"it {verb}")
-        for name in (name for name, parameter in current.items() if id(parameter) not in known):
-            raise self._unfit(f"the parameter {name} is new")
+        current, known = dict(self.model.named_parameters(remove_duplicate=False)), dict(self._all_named)
+        held, known_ids = set(map(id, current.values())), set(map(id, known.values()))
+        odd = [
+            f"it has another parameter {name}" if name in current else f"it has no parameter {name} any more"
+            for name, parameter in known.items()
+            if id(parameter) not in held
+        ]
+        odd += [f"the parameter {name} is new" for name, parameter in current.items() if id(parameter) not in known_ids]
+        if odd:
+            raise FusionError(
+                f"what was done to a plain member of class {self.kind.__name__} does not fit its optimizer: {odd[0]}. "
+                "Undo it, or stop the member, change its model and start it again: model = pop.stop(row); ...; "
+                "pop.start(row, model)"
+            )
         for name, parameter in self.model.named_parameters():
             mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
         self._list_tensors()
-
-    def _unfit(self, why: str) -> FusionError:
-        return FusionError(
-            f"what was done to a plain member of class {self.kind.__name__} does not fit its optimizer: {why}. Undo "
-            "it, or stop the member, change its model and start it again: model = pop.stop(row); ...; "
-            "pop.start(row, model)"
-        )
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self._parameters
@@ -147,7 +147,7 @@ class PlainGroup(TrainingGroup):
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self._named
 
-    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
+    def each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(self.model, *of_row(args), **of_row(kwargs))
 
     @property
@@ -157,23 +157,6 @@ class PlainGroup(TrainingGroup):
         return [row for row in self.table.live if trains and not bool(self.table["frozen"][row])]
 
 
-def plain_group(
-    model: nn.Module, options: GroupOptions, origin: int, shared: Collection[int], history: History
-) -> TrainingGroup:
-    """Return a group of a copy of ``model``.
-
-    Args:
-        origin: the initial member of the population whose options it has.
-        shared: ids of the frozen parameters that members of other groups hold, too. Their memory is not copied.
-    """
-    check_materialized(model, "the model")
-    around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
-    names = [name for name, tensor in tensors(model) if id(tensor) in around]
-    copied = module_copy(model, dict(around))
-    mark_plain(copied, names)
-    return PlainGroup.begin(copied, options, [origin], history)
-
-
 def group_of(
     models: Sequence[nn.Module],
     options: GroupOptions,
@@ -181,10 +164,21 @@ def group_of(
     shared: Collection[int],
     history: History,
 ) -> TrainingGroup:
-    """Return a group of ``models``: an array, or a plain group if there is one. Raises FusionError."""
-    if len(models) == 1:
-        return plain_group(models[0], options, origins[0], shared, history)
-    return TrainingGroup.begin(fuse(list(models)), options, origins, history)
+    """Return a group of copies of ``models``: an array, or a plain group if there is one. Raises FusionError.
+
+    Args:
+        origins: for each model, the initial member of the population whose options it has.
+        shared: ids of the frozen parameters that members of other groups hold, too. A plain group does not copy them.
+    """
+    if len(models) > 1:
+        return TrainingGroup.begin(fuse(list(models)), options, origins, history)
+    (model,) = models
+    check_materialized(model, "the model")
+    around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
+    names = [name for name, tensor in tensors(model) if id(tensor) in around]
+    copied = module_copy(model, dict(around))
+    mark_plain(copied, names)
+    return PlainGroup.begin(copied, options, origins, history)
 
 
 def mark_plain(model: nn.Module, shared: Collection[str]) -> None:

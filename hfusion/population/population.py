@@ -402,7 +402,7 @@ class Population:
             entries = group.entries()
             positional = [take_entries(value, entries) for value in args]
             named = {name: take_entries(value, entries) for name, value in kwargs.items()}
-            group.each(as_each(fn), places, positional, named)
+            group.each(as_each(fn), places, *positional, **named)
 
     def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
         """Let `step` run a function between backward and update, before gradients are clipped.
@@ -489,11 +489,7 @@ class Population:
 
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
         """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""
-        joining = listed("models", models, nn.Module)
-        if missing := max(0, len(joining) - self.tags.count(None)):
-            self.grow(missing)
-        free = [row for row, tag in enumerate(self.tags) if tag is None]
-        rows: list[int] = self.start(free[: len(joining)], joining, **given)
+        rows: list[int] = self.start(None, listed("models", models, nn.Module), **given)
         return rows
 
     @in_turn

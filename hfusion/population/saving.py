@@ -205,10 +205,7 @@ def _names_by_row(saves: Sequence[Saved], groups: Sequence[Saved], names: Sequen
     if names is not None or len(saves) > 1:
         return list(tags)
     with wrap_load_errors(saves[0].path):
-        rows: list[str | None] = list(saves[0].body["population"]["rows"])
-        if sorted(tag for tag in rows if tag is not None) != sorted(tags):
-            raise CheckpointError(f"{saves[0].path}: its rows {rows} are not those of {tags}")
-        return rows
+        return list(saves[0].body["population"]["rows"])
 
 
 def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list[Candidates]:

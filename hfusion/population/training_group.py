@@ -7,9 +7,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.optimizer_rows import GatheredState
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.group_options import LIMITS, GroupOptions
+from hfusion.population.group_options import GroupOptions
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighed, weighted
 from hfusion.population.members import EventKind, GroupTable, History, key_of, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
@@ -107,7 +106,8 @@ class TrainingGroup:
         for name in options.initial.keys() - table.columns.keys():
             # A save has limits that the population was not given.
             table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
-        return cls(module, optimizer, scheduler, options.scaler_of(origins), options, table)
+        scaler = None if options.scaler is None else options.scaler.of_rows(origins)
+        return cls(module, optimizer, scheduler, scaler, options, table)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
@@ -218,7 +218,8 @@ class TrainingGroup:
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.fused.named_parameters()
 
-    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
+    def each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
+        """Run a function of one member's parameters and gradients for members ``rows`` of the group."""
         fn(self.fused, *args, rows=rows, **kwargs)
 
     @property
@@ -391,8 +392,10 @@ class TrainingGroup:
             idle = (resting | overflown).tolist()
             for hook in self.gradient_hooks.values():
                 if rows := [row for row in self.active_rows if not idle[row]]:
-                    self._run_each(hook, rows)
-        self._clip()
+                    self.each(hook, rows)
+        for name, clip in (("clip_value", clip_grad_value_), ("clip_norm", clip_grad_norm_)):
+            if name in table and (params := [p for p in self.parameters() if p.grad is not None]):
+                clip(params, table[name])
         with nullcontext() if everybody else self.optimizer.holding(resting):
             if self.scaler is None:
                 self.optimizer.step()
@@ -415,39 +418,42 @@ class TrainingGroup:
         bad &= self.table["alive"] & ~self.table["frozen"]
         return bad if bool(bad.any()) else None
 
-    def _clip(self) -> None:
-        """Clip gradients, first by value, then by norm."""
-        if not any(name in self.table for name in LIMITS):
-            return
-        params = [p for p in self.parameters() if p.grad is not None]
-        if params and "clip_value" in self.table:
-            clip_grad_value_(params, self.table["clip_value"])
-        if params and "clip_norm" in self.table:
-            clip_grad_norm_(params, self.table["clip_norm"])
-
     def _none(self) -> Tensor:
         return torch.zeros(len(self), dtype=torch.bool, device="cpu")
 
-    def each(self, fn: MemberFunction, rows: list[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run a function of one member's parameters and gradients for members ``rows`` of the group."""
-        self._run_each(fn, rows, *args, **kwargs)
-
     def _step_some(self, rows: list[int], arguments: tuple[Any, Any, dict[str, Any]]) -> Tensor:
-        """Make a step of members ``rows`` as a small group, and write its state back."""
-        width = self._widths.of(len(rows))
+        """Make a step of members ``rows`` as a small group, and write its state back.
+
+        Raises FusionError if they cannot be stepped separately.
+        """
+        width, budget = self._widths.of(len(rows)), self._step.budget
+        # The members, and then free rows.
+        places = [*rows, *rows[:1] * (width - len(rows))]
         if self._chosen is None or not self._chosen.fits(self):
-            self._chosen = ChosenRows.of(self, [*rows, *list(rows[:1]) * (width - len(rows))])
-        chosen, part = self._chosen, self._chosen.part
-        chosen.load(self, rows, width)
-        arguments = pytree.tree_map(lambda leaf: _filled(leaf, width), arguments, is_leaf=is_stacked)
-        if part._step.budget is not None:
-            part.elsewhere = self.elsewhere + state_bytes(self.fused, self.optimizer)
-        losses = part._step_all(*arguments)
+            self._chosen = ChosenRows.of(self, places)
+        part, array, state = self._chosen
+        part.table = self.table.take(rows, width - len(rows))
+        array.load(places)
+        state.load(places)
+        part.scaler = None if self.scaler is None else self.scaler.of_rows(places)
+        part.gradient_hooks, part._weighs_samples = self.gradient_hooks, self._weighs_samples
+        part.deferred, part._widths = self.deferred, self._widths
+        part._step.at_once = self._widths.at_once(width)
+        part.elsewhere = self.elsewhere + (0 if budget is None else state_bytes(self.fused, self.optimizer))
+        losses = part._step_all(*pytree.tree_map(partial(_filled, width=width), arguments, is_leaf=is_stacked))
         self.drop_gradients()
+
+        def store() -> None:
+            array.store(len(rows))
+            state.store(rows)
+            if self.scaler is not None and part.scaler is not None:
+                self.scaler.table.put(rows, part.scaler.table)
+            self.table.put(rows, part.table)
+
         if self.deferred is None:
-            chosen.store(self, rows)
+            store()
         else:
-            self.deferred.append((part, None, partial(chosen.store, self, rows)))
+            self.deferred.append((part, None, store))
         all_losses = losses.new_full((len(self),), math.nan)
         all_losses[torch.tensor(rows, device=losses.device)] = losses[: len(rows)]
         return all_losses
@@ -575,9 +581,8 @@ def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> b
 # Some members of a group as a small group, whose state is written back.
 
 
-@dataclass(eq=False)
-class ChosenRows:
-    """A small group ``part`` that steps some members of another one; `load` fills it before each step."""
+class ChosenRows(NamedTuple):
+    """A small group ``part`` that steps some members of another one, which are copied to it before each step."""
 
     part: TrainingGroup
     array: GatheredRows
@@ -588,8 +593,7 @@ class ChosenRows:
         """Create it for the rows ``places``. Raises FusionError if they cannot be stepped separately."""
         array = GatheredRows.of(whole.fused, places)
         small, large = dict(array.array.named_parameters()), dict(whole.fused.named_parameters())
-        params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
-        state = GatheredState.of(whole.optimizer, params, places)
+        state = GatheredState.of(whole.optimizer, {large[name]: param for name, param in small.items()}, places)
         part = TrainingGroup(array.array, state.part, None, whole.scaler, whole.options, whole.table.take(places))
         part._step.expected_calls |= set(whole.known_calls)
         return ChosenRows(part, array, state)
@@ -597,25 +601,6 @@ class ChosenRows:
     def fits(self, whole: TrainingGroup) -> bool:
         """Return whether the group still has the tensors for which this was created."""
         return self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
-
-    def load(self, whole: TrainingGroup, rows: Sequence[int], width: int) -> None:
-        """Copy the present state of members ``rows`` to ``part``, followed by free rows up to ``width``."""
-        part, places = self.part, [*rows, *list(rows[:1]) * (width - len(rows))]
-        part.table = whole.table.take(rows, width - len(rows))
-        self.array.load(places)
-        self.state.load(places)
-        part.scaler = None if whole.scaler is None else whole.scaler.of_rows(places)
-        part.gradient_hooks, part._weighs_samples = whole.gradient_hooks, whole._weighs_samples
-        part.deferred, part._widths = whole.deferred, whole._widths
-        part._step.at_once = whole._widths.at_once(width)
-
-    def store(self, whole: TrainingGroup, rows: Sequence[int]) -> None:
-        """Write the state of the first members of ``part`` back to members ``rows`` of ``whole``."""
-        self.array.store(len(rows))
-        self.state.store(rows)
-        if whole.scaler is not None and self.part.scaler is not None:
-            whole.scaler.table.put(rows, self.part.scaler.table)
-        whole.table.put(rows, self.part.table)
 
 
 def _filled(leaf: Any, width: int) -> Any:
