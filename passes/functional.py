@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
-from hfusion.core.program import source_line
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.side_effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.views import (
@@ -56,7 +55,6 @@ def functional(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[
     Raises:
         FusionError: a write to any other placeholder, or a write that has no functional form.
     """
-    _check_calls(graph)
     positions = {node: k for k, node in enumerate(graph.nodes)}
     state = Rewriting(fx.Graph(), position=positions, parameters=parameters)
     for node in graph.nodes:
@@ -442,90 +440,9 @@ def _functional(node: fx.Node, names: list[str]) -> tuple[OpOverload, list[str]]
 # Calls that run the members' own code, as one operator of a graph.
 
 _library = torch.library.Library("hfusion", "DEF")
-# ``fixed`` and ``changing`` are the submodule's own tensors. What was seen: the positions of the inputs that were
-# ``written`` into, and whether a result ``shares`` memory with an input, an own tensor or another result.
+# ``fixed`` and ``changing`` are the submodule's own tensors.
 _library.define(
-    "opaque(Tensor[] inputs, Tensor[] fixed, Tensor(a!)[] changing, int call, int[] written, bool shares) -> Tensor[]",
+    "opaque(Tensor[] inputs, Tensor[] fixed, Tensor(a!)[] changing, int call) -> Tensor[]",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 OPAQUE: OpOverload = torch.ops.hfusion.opaque.default
-
-
-class _Memory:
-    """The nodes that share memory: views, results of in-place operators, and all tensors of a call that ``shares``."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.position = {node: k for k, node in enumerate(graph.nodes)}
-        self._above: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            source = node.args[0] if _in_place(node) else viewed(node)
-            if isinstance(source, fx.Node):
-                self._join(node, source)
-            if node.target is OPAQUE and node.args[5]:
-                for other in (*node.args[0], *node.args[1], *node.args[2], *node.users):
-                    self._join(node, other)
-
-    def _join(self, node: fx.Node, other: fx.Node) -> None:
-        if self.group(node) is not self.group(other):
-            self._above[self.group(node)] = self.group(other)
-
-    def group(self, node: fx.Node) -> fx.Node:
-        """Return a node that stands for all that share memory with ``node``."""
-        while node in self._above:
-            node = self._above[node]
-        return node
-
-    def is_read(self, target: fx.Node, call: fx.Node) -> bool:
-        """Return whether memory of ``target`` from before ``call``, which writes into it, is read by it or after it."""
-        began, inputs = self.position[call], list(call.args[0])  # type: ignore[arg-type]
-        return any(
-            node.op == "placeholder"
-            or inputs.count(node) > (node is target)
-            or any(self.position[user] > began for user in node.users)
-            for node in self.position
-            if self.position[node] < began and self.group(node) is self.group(target)
-        )
-
-
-def _check_calls(graph: fx.Graph) -> None:
-    """Raise FusionError if a call of members' own code shares memory in a way that the ``graph`` would lose.
-
-    The code gets copies of its inputs, and its results are copies, so that what it does to memory that others read is
-    lost. The recorded run of one member shows whether that matters.
-    """
-    calls = [node for node in graph.nodes if node.target is OPAQUE]
-    if not calls:
-        return
-    memory, written = _Memory(graph), list(_written(graph))
-    for call in calls:
-        inputs: Any = call.args[0]
-        label = source_line(call) or call.name
-        if any(memory.is_read(inputs[position], call) for position in call.args[4]):
-            raise FusionError(
-                f"{label}: a call that runs in a loop over members writes into its input, which is used afterwards; "
-                "let it write into a copy"
-            )
-        later = {memory.group(target) for node, target in written if memory.position[node] > memory.position[call]}
-        if call.args[5] and memory.group(call) in later:
-            raise FusionError(
-                f"{label}: a call that runs in a loop over members gives back memory that is changed in place later "
-                "(its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
-            )
-
-
-def _in_place(node: fx.Node) -> bool:
-    return writes(node) and node.target is not OPAQUE
-
-
-def _written(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield each node that writes, or may write, with the one that it writes into."""
-    for node in graph.nodes:
-        targets: list[Any] = []
-        if _in_place(node):
-            targets += node.args[:1]
-        if node.target in RUNNING_STATISTICS:
-            targets += node.args[3:5]
-        if node.target is OPAQUE:
-            inputs, _, changing, _, positions, _ = node.args
-            targets += [*(inputs[position] for position in positions), *changing]
-        yield from ((node, target) for target in targets if isinstance(target, fx.Node))

@@ -27,17 +27,16 @@ from hfusion.array.per_model import hinting, note_call
 from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, unserved
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.export_context import apart
 from hfusion.capture.fallback_runtime import Unforeseen
 from hfusion.capture.operator_trace import OperatorTrace
 from hfusion.capture.reachable_code import searched_once
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import bind
-from hfusion.compiler.compiled_program import ArraySpec, Compiled
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, bind
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
-from hfusion.compiler.sandbox import apart
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from hfusion.array.member_views import switch_mode
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
-
-if TYPE_CHECKING:
-    pass
-
 
 STATE = frozenset(
     {

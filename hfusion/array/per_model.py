@@ -22,8 +22,7 @@ from hfusion.array.unfused_calls import check_ragged, joined_results, unserved
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram, bind
-from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_members, compile_array
+from hfusion.compiler.compiled_program import ArraySpec, BoundProgram, Compiled, bind, check_members, compile_array
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
 from hfusion.compiler.program_rows import of_rows

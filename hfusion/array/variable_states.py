@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hfusion.capture.method_interception import WHOLE, Island
+from hfusion.capture.hooks import WHOLE, Island
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.variable_guards import Questions, Variables
 from hfusion.compiler.arguments import Arguments

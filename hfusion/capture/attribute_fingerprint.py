@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
-from hfusion.capture.method_interception import is_intercepted
+from hfusion.capture.hooks import hooks_of, is_intercepted, is_recipe, options, recomputed
 from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import (
     PLAIN,
+    IdentityRef,
     KeyReader,
     Link,
     attributes,
@@ -210,7 +210,7 @@ class _AttributeReader(KeyReader):
             self._check_closed_over(value, path)
             return self.compound(("function", value.__code__), attributes(value), path)
         if isinstance(value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            return "function", id(value)
+            return "function", IdentityRef(value)
         if isinstance(value, types.MethodType):
             return self.compound(("method", value.__func__.__qualname__), attributes(value), path)
         if isinstance(value, list | tuple | deque):

@@ -18,7 +18,7 @@ from hfusion.capture.eager_fallbacks import culprits, opaque, record
 from hfusion.capture.eager_runs import runnable
 from hfusion.capture.export import capture
 from hfusion.capture.fallback_runtime import OpaqueCall, Result
-from hfusion.capture.method_interception import WHOLE, Island, islands
+from hfusion.capture.hooks import WHOLE, Island, islands
 from hfusion.capture.observe import Observation, check_state, observe
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.reachable_code import names_of
@@ -102,13 +102,13 @@ def capture_member(
             if not loops:
                 raise FusionError(f"forward cannot be captured for all sizes: {_KNOWS_SIZES}")
     try:
-        return _with_loops(member, sizes, looped, observed)
+        return _with_loops(member, sizes, looped, observed, str(refusal))
     except FusionError as error:
         raise error from refusal
 
 
 def _with_loops(
-    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], observed: Observation | None
+    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], observed: Observation | None, refusal: str
 ) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
@@ -118,7 +118,7 @@ def _with_loops(
         # Trial runs compare version counters, which inference tensors do not have.
         with torch.inference_mode(False):
             args, kwargs = copies((args, dict(kwargs)))
-            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, None)
+            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, None, refusal)
     if observed is None:
         observed = observe(model, args, kwargs)
         check_state(observed)
@@ -132,9 +132,9 @@ def _with_loops(
         _add_values(graph.graph, calls)
         graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
 
-    fallbacks = culprits(model, records, looped, capture_around)
+    fallbacks = culprits(model, records, looped, capture_around, refusal)
     if sizes.open and WHOLE not in fallbacks and sizes.closed_by(graphs[frozenset(fallbacks)][0], member.leaves):
-        fallbacks = culprits(model, records, {WHOLE: _KNOWS_SIZES}, capture_around)
+        fallbacks = culprits(model, records, {WHOLE: _KNOWS_SIZES}, capture_around, refusal)
     if frozenset(fallbacks) not in graphs:
         capture_around(fallbacks)
     _check_modes(records.modes, [island.path for island in fallbacks])

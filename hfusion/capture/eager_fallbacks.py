@@ -1,9 +1,9 @@
 """Find the smallest submodules that keep a model from being captured, and capture around them.
 
 `record` records the calls of all submodules in one eager run. `Fitness` decides whether a submodule can run
-separately, in a loop over members. `survey` finds all submodules that raise in one trace: it replaces the result of
-each by the recorded one, and continues the trace. `culprits` goes on with those around them until a graph is right.
-In the graph, `opaque` makes each one call that loops over the members at run time.
+separately, in a loop over members. `culprits` traces the model until a graph is right: whatever raises is left out of
+the next trace, together with the submodules like it, or else what is around it. In the graph, `opaque` makes each one
+call that loops over the members at run time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import enum
 import itertools
 import types
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -22,10 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_bytecode import names_written
 from hfusion.capture.attribute_fingerprint import RegisteredKey, contents, python_attributes
 from hfusion.capture.eager_runs import apart, call_on_copies, twin
-from hfusion.capture.export import capture, reason
 from hfusion.capture.fallback_runtime import (
     TENSOR,
     OpaqueCall,
@@ -33,12 +30,12 @@ from hfusion.capture.fallback_runtime import (
     numbered,
     share_memory,
 )
-from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
+from hfusion.capture.hooks import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
 from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity, restored
-from hfusion.capture.reachable_code import holders_of, names_of
+from hfusion.capture.reachable_code import names_of, search_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.copies import copies, module_copy
+from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.memory import memory_order, same_values, tensors_in
@@ -75,7 +72,9 @@ class RecordedCall:
 
     Attributes:
         number, inside: the number of the call, and the numbers of the calls around it, outermost first.
-        orders, written, shares: see `OpaqueCall`.
+        orders: see `OpaqueCall`.
+        written: whether it wrote into an input.
+        shares: whether a result shares memory with an input, a tensor of the submodule or another result.
         attached: whether a result needs a gradient although autograd was off.
         altered: whether it changed a list or dict among its arguments.
     """
@@ -87,7 +86,7 @@ class RecordedCall:
     kwargs: dict[str, Any]
     output: Any
     orders: tuple[tuple[int, ...] | None, ...]
-    written: frozenset[int]
+    written: bool
     shares: bool
     attached: bool
     altered: bool
@@ -110,11 +109,6 @@ class Records:
     failed: frozenset[Island]
     modes: Mapping[str, bool]
     state: StateWatch
-
-    @property
-    def top(self) -> RecordedCall:
-        """The call of the whole forward."""
-        return next(call for call in self.calls if call.island == WHOLE and not call.inside)
 
     def of(self, island: Island) -> list[RecordedCall]:
         return [call for call in self.calls if call.island == island]
@@ -218,9 +212,7 @@ class _CallRecorder:
             return output
         later_leaves, later_spec = pytree.tree_flatten((args, kwargs))
         altered = spec != later_spec or any(a is not b for a, b in zip(leaves, later_leaves, strict=True))
-        written = frozenset(
-            k for k, (x, version, copied) in enumerate(inputs) if x._version != version or not same_values(x, copied)
-        )
+        written = any(x._version != version or not same_values(x, copied) for x, version, copied in inputs)
         sources = [*(x for x, _, _ in inputs), *own, *(tensor for _, tensor in tensors(module))]
         # New containers are recorded: forward may change the originals later.
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -259,7 +251,7 @@ class StateWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.changing: dict[Island, str] = {}
-        self._model, self._variables = model, holders_of(model)
+        self._model, self._search = model, search_of([model])
         self._registered = {id(tensor) for _, tensor in tensors(model)}
         self._start = self._read("", model)
 
@@ -279,7 +271,7 @@ class StateWatch:
             for inner, part in module.named_modules(remove_duplicate=False)
             for name, value in python_attributes(part)
         }
-        return held | dict(compared_variables(self._variables))
+        return held | dict(compared_variables(self._search.holders))
 
     def _key(self, value: Any) -> Any:
         # What is written into registered tensors is no Python state.
@@ -302,7 +294,7 @@ class StateWatch:
         reached = walk(modules, visit)
         # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
         files = {type(module).__module__ for module in modules}
-        assigned, filled = self._names_written
+        assigned, filled = self._search.assigned, self._search.filled
         return min(
             (
                 name
@@ -313,10 +305,6 @@ class StateWatch:
             ),
             default=None,
         )
-
-    @cached_property
-    def _names_written(self) -> tuple[frozenset[Any], frozenset[Any]]:
-        return names_written(self._model)
 
 
 # Which submodules run in a loop.
@@ -347,10 +335,12 @@ class Fitness:
                     f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
                     f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
                 )
+        if any(call.written for call in calls):
+            return f"{label} writes into its input, which members may share; let it write into a copy"
         if island == WHOLE:
-            if any(call.written for call in calls):
-                return f"{label} writes into its input, which members may share; let it write into a copy"
             return None
+        if any(call.shares for call in calls):
+            return f"{label} gives back its input, a tensor of its own or one tensor twice, or a view of it"
         if any(call.attached for call in calls):
             return f"{label} gives results with a gradient while gradients are off; switch them on around it"
         if any(call.altered for call in calls):
@@ -368,24 +358,24 @@ class Fitness:
             read |= STRIDE_QUESTIONS
         if (read & self._names_in_code) and (read := read & names_of([self.model.get_submodule(island.path)])):
             return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
-        if (held := self._outside(island)) is not None:
-            return (
-                f"{label} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
-                "register it as a parameter, buffer or submodule"
-            )
+        if (held := self.held(island)) is not None:
+            return f"{label} {held}"
         return None
 
-    def _outside(self, island: Island) -> tuple[str, str] | None:
-        """Return a plain attribute below ``island`` that holds a tensor or module outside of it, and its name.
+    def held(self, island: Island) -> str | None:
+        """Describe a plain attribute below ``island`` that holds a registered tensor, or a module outside of it.
 
         Attributes that forward's code does not name are left out.
         """
-        prefix = f"{island.path}." if island.path else ""
+        prefix, own = f"{island.path}." if island.path else "", dict(tensors(self.model))
         for name, value in self._contents.items():
             if name.startswith(prefix) and name.rpartition(".")[2] in self._names_in_code:
                 for registered in _registered_names(value):
-                    if not f"{registered}.".startswith(prefix):
-                        return name, registered or "the whole model"
+                    if registered in own or not f"{registered}.".startswith(prefix):
+                        return (
+                            f"holds {registered or 'the whole model'} in its attribute {name}, where the array cannot "
+                            "put its own tensor; register it as a parameter, buffer or submodule"
+                        )
         return None
 
     @cached_property
@@ -421,69 +411,27 @@ def _describe(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float) else type(value).__name__
 
 
-def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:
-    """Return the islands that raise while ``model`` is traced with the ``stubs`` left out, with the reasons.
+class _Raising:
+    """The ``islands`` whose calls have raised the last error of a trace, innermost first.
 
-    For an error in nested calls, the innermost island that can run separately is returned.
-    """
-    twin = module_copy(model)
-    trace = _Trace(twin, records, fitness)
-    call = records.top
-    others = [island for island in islands(twin) if island not in stubs]
-    # The trace may fail: only the islands that raised until then are used.
-    with opaque(twin, stubs, records, [twin]), intercepted(twin, others, trace.call), suppress(FusionError):
-        capture(twin, call.args, call.kwargs, varying=False)
-    # The results that replace other islands may themselves be the reason why the whole fails.
-    return {island: why for island, why in trace.raising_islands.items() if island != WHOLE} or trace.raising_islands
-
-
-class _Trace:
-    """State of a trace: ``raising_islands`` are the islands that raised, with the reasons.
-
-    ``_open`` holds the record of each call that has not returned, outermost first; None for calls without a record.
+    An error that forward catches is followed by another, or by none that ends the trace.
     """
 
-    def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
-        self.raising_islands: dict[Island, str] = {}
-        self._model, self._records, self._fitness = model, records, fitness
-        self._open: list[RecordedCall | None] = []
-        self._call_counts: Counter[tuple[int, Island]] = Counter()
-        self._inside: dict[tuple[int, Island], list[RecordedCall]] = defaultdict(list)
-        self._opaque_calls: list[OpaqueCall] = []
-        for call in records.calls:
-            if call.inside:
-                self._inside[call.inside[-1], call.island].append(call)
+    def __init__(self) -> None:
+        self.islands: list[Island] = []
+        self._error: Exception | None = None
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``method``; if it raises, return its recorded result instead."""
-        island = method.island
-        record = self._next(island)
-        self._open.append(record)
+        """Call ``method``."""
+        if method.island == WHOLE:
+            # A trace begins, perhaps after one that has failed.
+            self.islands = []
         try:
             return method.original(*args, **kwargs)
         except Exception as error:
-            why = reason(error)
-            if record is None or record is self._records.top or self._fitness.unfit(island) is not None:
-                if island == WHOLE:
-                    self.raising_islands[WHOLE] = why
-                raise
-            self.raising_islands.setdefault(island, why)
-        finally:
-            self._open.pop()
-        stub = _Stub(method, why, iter([record]), self._records.changed, [self._model], self._opaque_calls)
-        return stub.trace(args, kwargs)
-
-    def _next(self, island: Island) -> RecordedCall | None:
-        """Return the recorded call that matches a new call of ``island``, by its index in the surrounding call."""
-        if not self._open:
-            return self._records.top if island == WHOLE else None
-        outer_call = self._open[-1]
-        if outer_call is None:
-            return None
-        key = (outer_call.number, island)
-        nth, calls = self._call_counts[key], self._inside[key]
-        self._call_counts[key] += 1
-        return calls[nth] if nth < len(calls) else None
+            self.islands = [*(self.islands if error is self._error else ()), method.island]
+            self._error = error
+            raise
 
 
 def culprits(
@@ -491,6 +439,7 @@ def culprits(
     records: Records,
     looped: Mapping[Island, str],
     capture_around: Callable[[Mapping[Island, str]], None],
+    refusal: str,
 ) -> dict[Island, str]:
     """Return the submodules that must run in a loop, each with the reason.
 
@@ -500,45 +449,61 @@ def culprits(
     Args:
         looped: islands that run in a loop in any case, with the reasons.
         capture_around: captures the whole model with the given islands left out; raises if that fails.
+        refusal: why the model cannot be captured with nothing left out.
 
     Raises:
         KeepsState: only the array's own members can run in a loop.
         FusionError: not even the whole forward can run in a loop.
     """
-    fitness = Fitness(model, records)
-    # The caller has already failed to capture the model without fallbacks.
-    fallbacks = dict(looped) or survey(model, records, {}, fitness)
+    fitness, fallbacks = Fitness(model, records), dict(looped)
     while WHOLE not in fallbacks:
         why, place = _refusal(fitness, fallbacks, capture_around)
-        if why is None:
+        if why is None and fallbacks:
             return fallbacks
-        more = survey(model, records, fallbacks, fitness)
-        if not more and place is not None and place not in fallbacks and fitness.unfit(place) is None:
-            more = {place: why}
-        callers = {caller: reason for island, reason in fallbacks.items() for caller in records.callers(island)}
-        fallbacks = fallbacks | more if more else callers or {WHOLE: why}
+        # A trace alone does not show what a graph loses.
+        why = why or refusal
+        if place is not None and place not in fallbacks and fitness.unfit(place) is None:
+            fallbacks |= dict.fromkeys([place, *_like(place, fitness, fallbacks)], why)
+        else:
+            callers = {caller: reason for island, reason in fallbacks.items() for caller in records.callers(island)}
+            fallbacks = callers or {WHOLE: why}
     if (unfit := fitness.unfit(WHOLE)) is not None:
         raise FusionError(unfit)
     if (written := records.state.written(WHOLE)) is not None:
         raise KeepsState(
             f"forward may change Python state in {written}, and no graph holds all of it: {fallbacks[WHOLE]}", [written]
         )
+    if (held := fitness.held(WHOLE)) is not None:
+        raise KeepsState(f"forward {held}: {fallbacks[WHOLE]}")
     return {WHOLE: fallbacks[WHOLE]}
+
+
+def _like(place: Island, fitness: Fitness, stubs: Mapping[Island, str]) -> Iterator[Island]:
+    """Yield the islands with the code of ``place`` that can run alone and are called outside of the ``stubs``."""
+    model, kind = fitness.model, type(fitness.model.get_submodule(place.path))
+    for path, module in model.named_modules():
+        island = Island(path, place.method)
+        called = type(module) is kind and fitness.records.outside(island, stubs.keys())
+        if called and fitness.unfit(island) is None:
+            yield island
 
 
 def _refusal(
     fitness: Fitness, stubs: Mapping[Island, str], capture_around: Callable[[Mapping[Island, str]], None]
 ) -> tuple[str | None, Island | None]:
-    """Return why the model cannot be captured with the ``stubs`` left out, and where if one operator is the reason."""
+    """Return why the model cannot be captured with the ``stubs`` left out, and the submodule that is the reason."""
     for stub in stubs:
         if (why := fitness.unfit(stub)) is not None:
             return why, None
+    raising = _Raising()
+    others = [island for island in islands(fitness.model) if island not in stubs]
     try:
-        capture_around(stubs)
+        with intercepted(fitness.model, others, raising.call):
+            capture_around(stubs)
     except Unbatchable as error:
         return str(error), Island(module_path(error.node))
     except FusionError as error:
-        return str(error), None
+        return str(error), next((island for island in raising.islands if fitness.unfit(island) is None), None)
     return None, None
 
 
@@ -564,20 +529,12 @@ def opaque(
     traced_calls: list[OpaqueCall] = []
     recorded_calls = {island: itertools.cycle(records.outside(island, culprits.keys())) for island in culprits}
     stubs: dict[Island, _Stub] = {}
-    names, registered = names_of([model]), dict(tensors(model))
-    # The attributes in which code may read registered tensors a second time.
-    holding = [
-        name
-        for name, value in contents(model).items()
-        if name.rpartition(".")[2] in names and any(held in registered for held in _registered_names(value))
-    ]
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         island = method.island
         if island not in stubs:
-            copied = any(name.startswith(f"{island.path}." if island.path else "") for name in holding)
             stubs[island] = _Stub(
-                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls, copied
+                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls
             )
         return stubs[island].trace(args, kwargs)
 
@@ -594,7 +551,6 @@ class _Stub:
         changed: the keys of the model's tensors that the run changed.
         members: every member's model.
         traced_calls: the calls that were traced, with those of other stubs.
-        copied: see `OpaqueCall`.
     """
 
     method: Method
@@ -603,7 +559,6 @@ class _Stub:
     changed: frozenset[str]
     members: Sequence[nn.Module]
     traced_calls: list[OpaqueCall]
-    copied: bool = False
 
     @cached_property
     def bodies(self) -> tuple[nn.Module, ...]:
@@ -640,17 +595,14 @@ class _Stub:
             tuple(changing),
             tuple(_result(leaf, inputs) if isinstance(leaf, Tensor) else leaf for leaf in output),
             record.orders,
-            record.written,
-            record.shares,
             changed,
             not names_of([module]).isdisjoint(ADDRESSES),
             torch.is_grad_enabled(),
-            self.copied,
             self.bodies,
         )
         self.traced_calls.append(call)
         own = [registered[key] for key in fixed], [registered[key] for key in changing]
-        fresh = iter(OPAQUE(inputs, *own, numbered(call), sorted(record.written), record.shares))
+        fresh = iter(OPAQUE(inputs, *own, numbered(call)))
         # torch.export takes few kinds of values, which are added later, and drops fields of dataclasses that are None.
         others = [0] * len(output) if island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]

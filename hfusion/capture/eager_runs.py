@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.method_interception import is_intercepted
+from hfusion.capture.hooks import is_intercepted
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError

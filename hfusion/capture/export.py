@@ -128,10 +128,17 @@ def _exported(
     attempts: Sequence[_Open],
     modes: Mapping[str, bool],
 ) -> Capture:
-    reads = PythonReads()
-    trace = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
-    needs_strides = depends_on_strides(trace.graph, reads.was_contiguous)
-    if needs_strides and not are_contiguous((args, dict(kwargs))):
+    reads, contiguous = PythonReads(), are_contiguous((args, dict(kwargs)))
+    try:
+        trace = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
+    except FusionError:
+        if contiguous or not reads.asked_strides:
+            raise
+        needs_strides = False
+    else:
+        needs_strides = depends_on_strides(trace.graph, reads.was_contiguous)
+    if not contiguous and (needs_strides or reads.asked_strides):
+        # Forward reads strides: it is traced with those of the inputs.
         trace = _traced(module, args, kwargs, attempts, aliases, reads)
     exported, slots, flat = trace.exported, trace.slots, trace.graph
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
@@ -251,59 +258,32 @@ def _export(
     alias: Callable[[Any], Any],
     reads: PythonReads,
 ) -> torch.export.ExportedProgram:
-    """Export with dynamic dims, or with fewer of them if forward needs their sizes.
-
-    ``alias`` makes the inputs of the trace. If forward reads strides and the inputs are not contiguous, it is traced
-    again with their strides.
-    """
+    """Export with dynamic dims, or with fewer of them if forward needs their sizes; ``alias`` makes its inputs."""
     correct_lstm_decomposition()
     # Imported first: its printing could not be silenced later.
     import_exporter()
+    failure: Exception | None = None
     with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), numbered_parts(), module_stack_unwound():
-        exported = _first_export(module, args, kwargs, attempts, alias, reads)
-        if reads.asked_strides and not are_contiguous((args, dict(kwargs))):
-            exported = _first_export(module, args, kwargs, attempts, aliases, reads)
-    if isinstance(exported, FusionError):
-        raise exported
-    return exported
-
-
-def _first_export(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    attempts: Sequence[_Open],
-    alias: Callable[[Any], Any],
-    reads: PythonReads,
-) -> torch.export.ExportedProgram | FusionError:
-    """Return the first of ``attempts`` that succeeds, or the error of the last."""
-    failures: list[Exception] = []
-    for attempt in attempts:
-        # A failed export leaves marks of varying dims on its inputs.
-        args, kwargs = alias((args, dict(kwargs)))
-        try:
-            shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
-            with (
-                restored(module),
-                open_lengths(),
-                symbolic_len(module) if any(attempt.dims) else nullcontext(),
-                assigned_as_writes(module),
-                derivatives_traced(),
-                reads,
-            ):
-                return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-        except FusionError as error:
-            return error
-        except Exception as error:
-            failures.append(error)
-    refusal = FusionError(reason(failures[-1]))
-    refusal.__cause__ = failures[-1]
-    return refusal
-
-
-def reason(error: Exception) -> str:
-    """Return the message for an ``error`` that ended a trace."""
-    return str(error) if isinstance(error, FusionError) else f"torch.export cannot capture it: {_first_line(error)}"
+        for attempt in attempts:
+            # A failed export leaves marks of varying dims on its inputs.
+            args, kwargs = alias((args, dict(kwargs)))
+            try:
+                shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
+                with (
+                    restored(module),
+                    open_lengths(),
+                    symbolic_len(module) if any(attempt.dims) else nullcontext(),
+                    assigned_as_writes(module),
+                    derivatives_traced(),
+                    reads,
+                ):
+                    return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+            except FusionError:
+                raise
+            except Exception as error:
+                failure = error
+    assert failure is not None
+    raise FusionError(f"torch.export cannot capture it: {_first_line(failure)}") from failure
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Context managers that set the state of torch, the thread and the module while forward is traced.
+"""Context managers that set the state of torch, the thread and the module while members' code is traced or checked.
 
 Captures are made without autocast, which applies when their program runs; `told_autocast` shows forward the autocast
 state of the caller. Buffers that forward assigns (``self.mean = ...``) are written instead: torch.export sees such
@@ -7,6 +7,7 @@ assignments in the root module only (2.11 to 2.15).
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -15,12 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import is_user_code
-from hfusion.device.backend import AUTOCAST_QUESTIONS
-from hfusion.torch_private.replaced_functions import torch_functions_replaced
+from hfusion.core.member_random import seeded
+from hfusion.device.backend import AUTOCAST_QUESTIONS, draws_kept, python_draws_kept
+from hfusion.torch_private.autograd_engine import without_saved_tensor_hooks
+from hfusion.torch_private.dispatch_modes import disable_current_modes, function_modes, replace_function_modes
+from hfusion.torch_private.module_hooks import without_cached_parametrizations
+from hfusion.torch_private.replaced_functions import silence_tracers, torch_functions_replaced
 
 
 @contextmanager
@@ -109,3 +115,69 @@ def _write(module: nn.Module, path: str, name: str, old: Tensor, new: Tensor | N
         )
     old.copy_(new.detach())
     module.get_submodule(path)._buffers[name] = old
+
+
+# Run members' code without side effects on the state of the process.
+
+
+@contextmanager
+def without_trace() -> Iterator[None]:
+    """Context manager: run code with gradients on; random states and the default dtype are restored afterwards.
+
+    Warnings are not shown. Nothing is drawn from members' seeds: a step draws the same with and without a self-check.
+    """
+    dtype = torch.get_default_dtype()
+    try:
+        with draws_kept(), silence_tracers(), seeded(None), torch.enable_grad(), apart():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`.
+
+    Python's and numpy's random states are restored afterwards.
+    """
+    with (
+        python_draws_kept(),
+        without_cached_parametrizations(),
+        without_saved_tensor_hooks(),
+        _outside_export(),
+        disable_current_modes(),
+    ):
+        yield
+
+
+@contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Context manager: search for reference cycles after more allocations, for one thread at a time.
+
+    A capture creates millions of small objects. The searches took half of its time where large packages are loaded.
+    """
+    first, *others = gc.get_threshold()
+    # 0 turns them off.
+    gc.set_threshold(first and max(first, 100_000), *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
+
+
+@contextmanager
+def _outside_export() -> Iterator[None]:
+    """Context manager: hide computations from the mode in which an outer `torch.export` records autocast and grad mode.
+
+    It would record changes by a capture without any tensor in them, and `torch.export.load` refuses such a program.
+    """
+    modes = function_modes()
+    others = [mode for mode in modes if not isinstance(mode, PreDispatchTorchFunctionMode)]
+    if len(others) == len(modes):
+        yield
+        return
+    replace_function_modes(others)
+    try:
+        yield
+    finally:
+        replace_function_modes(modes)

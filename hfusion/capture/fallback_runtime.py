@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.hooks import with_hooks
 from hfusion.capture.registered_tensors import holder_of
-from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
 from hfusion.core.layout import Layout, Listed, member_values, same_value
@@ -63,12 +62,9 @@ class OpaqueCall:
         fixed, changing: the keys of the submodule's tensors: ``changing`` has the buffers, and parameters that change.
         results: the flat results of one member; values that are no tensors are unchanged.
         orders: the `memory_order` of each input in the recorded run.
-        written: the positions of the inputs that it writes into.
-        shares: whether a result shares memory with an input, a tensor of the submodule or another result.
         changed: the keys of the submodule's tensors that forward changed.
         addresses: whether its code may address memory, so that every tensor needs a storage of its own.
         grad: whether autograd is on.
-        copied: whether it runs in copies of the bodies, since these hold their tensors in plain attributes, too.
         bodies: every member's submodule.
     """
 
@@ -82,12 +78,9 @@ class OpaqueCall:
     changing: tuple[str, ...]
     results: tuple[Any, ...]
     orders: tuple[tuple[int, ...] | None, ...]
-    written: frozenset[int]
-    shares: bool
     changed: frozenset[str]
     addresses: bool
     grad: bool
-    copied: bool
     bodies: tuple[nn.Module, ...]
     _holders: dict[int, tuple[tuple[Any, str, str], ...]] = field(default_factory=dict, init=False)
 
@@ -125,7 +118,7 @@ def numbered(call: OpaqueCall) -> int:
 
 
 @torch.library.register_fake(OPAQUE)  # type: ignore[untyped-decorator]
-def _fake(inputs: Sequence[Tensor], fixed: Any, changing: Any, call: int, written: Any, shares: Any) -> list[Tensor]:
+def _fake(inputs: Sequence[Tensor], fixed: Any, changing: Any, call: int) -> list[Tensor]:
     results = [result for result in calls[call].results if isinstance(result, Result)]
     return [torch.empty(r.sizes(inputs), dtype=r.dtype, device=r.device) for r in results]
 
@@ -136,8 +129,6 @@ def rule(
     fixed: list[Value],
     changing: list[Value],
     call: int | MemberScalars,
-    written: Any,
-    shares: Any,
 ) -> Call:
     """Run the submodule's own code in a loop over members."""
     numbers = call.values if isinstance(call, MemberScalars) else (call,) * site.members
@@ -245,13 +236,13 @@ class _BodyCall:
         leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
         args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
         with (
-            self._filled(fixed, changing) as (body, own),
+            self._filled(fixed, changing) as own,
             torch.set_grad_enabled(call.grad and torch.is_grad_enabled()),
         ):
-            output = self._called(body, args, kwargs)
+            output = self._called(args, kwargs)
         for index, (x, copy) in enumerate(zip(given, kept, strict=True)):
             same = _same_bits(x.detach(), copy.detach())
-            if index not in call.written and not (same and _version(x) == versions[index]):
+            if not (same and _version(x) == versions[index]):
                 if x is rows[index]:
                     x.data.copy_(copy.detach())
                 raise self.error(
@@ -259,7 +250,7 @@ class _BodyCall:
                     "see, too (the caller, other members, or what follows); let it write into a copy"
                 )
         results = self._results(output, given)
-        if not (call.is_whole or call.shares) and share_memory(results, [*given, *own]):
+        if not call.is_whole and share_memory(results, [*given, *own]):
             raise self.error("gives back its input, a tensor of its own or one tensor twice, or a view of it")
         # A gradient is a row of a stack, and derivatives of functions that address memory, which code may call by any
         # name, take it for the beginning of its storage.
@@ -285,23 +276,17 @@ class _BodyCall:
         return _as_leaf(copied, x), x
 
     @contextmanager
-    def _filled(
-        self, fixed: Sequence[Tensor], changing: Sequence[Tensor]
-    ) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+    def _filled(self, fixed: Sequence[Tensor], changing: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """Context manager: put the member's tensors into its submodule, and note in ``writes`` what has changed.
 
         Tensors that may change are copies. The array's tensors stay in the submodule afterwards: a checkpoint runs it
-        again in backward. Yields the submodule, and the tensors in it.
+        again in backward. Yields the tensors in it.
         """
-        call, body = self.call, self.call.bodies[self.member]
+        call = self.call
         copied: dict[Any, Tensor] = {}
         own = [*(map(_copy, fixed) if call.addresses else _leaves(fixed)), *(_copy_once(x, copied) for x in changing)]
-        slots, holders = [], call.holders(self.member)
-        if call.copied:
-            held = {id(holder[name]): tensor for (holder, name, _), tensor in zip(holders, own, strict=True)}
-            body = module_copy(body, held)
-            holders = tuple(holder_of(body, key) for _, _, key in holders)
-        for (holder, name, key), tensor, row in zip(holders, own, (*fixed, *changing), strict=True):
+        slots = []
+        for (holder, name, key), tensor, row in zip(call.holders(self.member), own, (*fixed, *changing), strict=True):
             # Detached now, since forward may move the tensor to other memory.
             slots.append((holder, name, key, tensor, row, row.detach()))
             before = holder[name]
@@ -310,7 +295,7 @@ class _BodyCall:
                 keep_marks(tensor, keep_marks(row, before))
             holder[name] = tensor
         try:
-            yield body, own
+            yield own
         finally:
             for holder, name, key, tensor, row, memory in slots:
                 after, holder[name] = holder.get(name), row
@@ -330,7 +315,8 @@ class _BodyCall:
         # What is not known to change may be saved for backward by other members.
         self.writes.append((memory if key in self.call.changing else memory.data, after.detach()))
 
-    def _called(self, body: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        body = self.call.bodies[self.member]
         method = getattr(body, self.call.method)
         try:
             return (with_hooks(body, method) if self.call.method == "forward" else method)(*args, **kwargs)

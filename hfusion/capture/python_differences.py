@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.attribute_fingerprint import contents, modeless_fingerprint
+from hfusion.capture.attribute_fingerprint import RegisteredKey, contents, modeless_fingerprint
 from hfusion.capture.dynamic_sizes import SizeUse
 from hfusion.capture.reachable_code import names_of
-from hfusion.core.python_values import Link, parts, safe_repr
+from hfusion.core.python_values import Compound, IdentityRef, Link
 
 # Number of attributes that a message names, and of characters of a value that it shows.
 _MOST, _LETTERS = 3, 60
-# Nested levels of objects in attributes that messages look into.
-_DEPTH = 4
-_NUMBERS = (int, float, complex)
+# What a key names on the way to a number, with the text of a name in a message.
+_STEPS = {Link.ATTRIBUTE: ".{}", Link.KEY: "[{}]", Link.INDEX: "[{}]"}
+_ITEMS = {Link.ATTRIBUTE: "{}={}", Link.KEY: "{}: {}"}
 
 
 def differing_attributes(models: Sequence[nn.Module], others: Sequence[nn.Module], names: tuple[str, str]) -> str:
@@ -32,70 +31,65 @@ def differing_attributes(models: Sequence[nn.Module], others: Sequence[nn.Module
 
 
 def _attributes(models: Sequence[nn.Module], others: Sequence[nn.Module], names: tuple[str, str]) -> Iterator[str]:
-    model_contents, other_contents = [contents(model) for model in models], [contents(model) for model in others]
-    keys = dict.fromkeys(key for attributes in (model_contents[0], other_contents[0]) for key in attributes)
-    differing_keys = [
+    of_models, of_others = ([contents(model) for model in group] for group in (models, others))
+    values, other_values = of_models[0], of_others[0]
+    differing = [
         key
-        for key in keys
-        if {attributes.get(key) for attributes in model_contents}.isdisjoint(
-            attributes.get(key) for attributes in other_contents
-        )
+        for key in {**values, **other_values}
+        if {held.get(key) for held in of_models}.isdisjoint(held.get(key) for held in of_others)
     ]
-    values, other_values = _values(models[0]), _values(others[0])
-    for key in sorted(differing_keys, key=lambda key: isinstance(values.get(key), float)):
+    for key in sorted(differing, key=lambda key: isinstance(_number(values.get(key)), float)):
         if key not in values or key not in other_values:
             has, lacks = names if key in values else names[::-1]
             yield f"{has} has an attribute {key} that {lacks} lacks"
         else:
-            path, a, b = next(_unlike(values[key], other_values[key], _DEPTH), ((), values[key], other_values[key]))
-            yield f"{key}{''.join(path)} is {_shown(a)} in {names[0]} and {_shown(b)} in {names[1]}"
+            path, a, b = next(_unlike(values[key], other_values[key]))
+            where = key + "".join(_STEPS[link].format(name) for link, name in path)
+            yield f"{where} is {_shown(a)} in {names[0]} and {_shown(b)} in {names[1]}"
 
 
-def _values(model: nn.Module) -> dict[str, Any]:
-    return {
-        f"{path}.{name}".strip("."): value
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, value in vars(module).items()
-    }
-
-
-def _unlike(
-    value: Any, other: Any, depth: int, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield the innermost parts in which two values differ, after the expressions that lead there."""
-    if value is other:
+def _unlike(key: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """Yield the innermost parts in which two keys of values differ, after the links and names that lead there."""
+    if key == other:
         return
-    held, other_parts = parts_of(value), parts_of(other)
-    if depth and held and type(value) is type(other) and held.keys() == other_parts.keys():
-        for name, part in held.items():
-            yield from _unlike(part, other_parts[name], depth - 1, (*path, name))
-    elif (
-        held
-        or type(value) is not type(other)
-        or isinstance(value, Tensor | nn.Module)
-        or safe_repr(value) != safe_repr(other)
-    ):
-        yield path, value, other
+    if isinstance(key, Compound) and isinstance(other, Compound) and key.kind == other.kind:
+        (places, parts), (other_places, other_parts) = (
+            tuple(zip(*k.parts, strict=True)) or ((), ()) for k in (key, other)
+        )
+        if places == other_places and all(link in _STEPS for link, _ in places):
+            for place, part, other_part in zip(places, parts, other_parts, strict=True):
+                yield from _unlike(part, other_part, (*path, place))
+            return
+    yield path, key, other
 
 
-def parts_of(value: Any) -> dict[str, Any]:
-    """Return the items and attributes of a value, by the expression that reads them."""
-    if isinstance(value, (Tensor, nn.Module, types.FunctionType, type, *_NUMBERS)):
-        return {}
-    return {
-        f".{name}" if link is Link.ATTRIBUTE else f"[{safe_repr(name)}]": part
-        for link, name, part in parts(value)
-        if link in (Link.ATTRIBUTE, Link.KEY, Link.INDEX)
-    }
+def _number(key: Any) -> Any:
+    """Return the number of which ``key`` is the key; None for the key of anything else."""
+    if isinstance(key, Compound) or not (isinstance(key, tuple) and isinstance(key[0], type)):
+        return None
+    kind = next((kind for kind in (int, float, complex) if issubclass(key[0], kind)), None)
+    return None if kind is None else kind(key[1])
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, types.FunctionType):
-        return f"{value.__qualname__} (line {value.__code__.co_firstlineno})"
-    if isinstance(value, types.BuiltinFunctionType | types.MethodType | type):
-        return value.__name__
-    text = " ".join(safe_repr(value).split())
+def _shown(key: Any) -> str:
+    """Return the value of ``key`` as a short text."""
+    text = _text(key)
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 3]}..."
+
+
+def _text(key: Any) -> str:
+    if isinstance(key, RegisteredKey):
+        return key.name
+    if isinstance(key, Compound) and isinstance(key.kind, tuple) and key.kind[0] == "function":
+        return f"{key.kind[1].co_qualname} (line {key.kind[1].co_firstlineno})"
+    if isinstance(key, Compound):
+        kind = key.kind[0] if isinstance(key.kind, tuple) else key.kind
+        held = ", ".join(_ITEMS.get(link, "{1}").format(name, _text(part)) for (link, name), part in key.parts)
+        return f"{getattr(kind, '__qualname__', kind)}({held})"
+    held = key[1].held if isinstance(key[1], IdentityRef) else key[1]
+    if _number(key) is not None:
+        return str(held)
+    return repr(held) if isinstance(key[0], type) else getattr(held, "__name__", f"{key[0]} {held}")
 
 
 def _closures(model: nn.Module, other: nn.Module, names: tuple[str, str]) -> Iterator[str]:
@@ -108,8 +102,6 @@ def _closures(model: nn.Module, other: nn.Module, names: tuple[str, str]) -> Ite
             yield f"{name} of module {path or '(root)'} is closed over other values in {names[0]} than in {names[1]}"
 
 
-# Nested levels of containers and objects that are searched.
-MAX_DEPTH = 6
 # With these, code may read an attribute without naming it.
 _READS_ALL = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attrgetter", "values", "items"})
 
@@ -142,18 +134,14 @@ class DifferingNumbers:
                 anything = True
                 continue
             for key in (key for key in model_contents if model_contents[key] != other_contents[key]):
-                path, _, name = key.rpartition(".")
-                attribute, other_attribute = (
-                    vars(side.get_submodule(path)).get(name, _ABSENT) for side in (model, other)
-                )
-                for steps, part, other_part in _unlike(attribute, other_attribute, MAX_DEPTH):
-                    if isinstance(part, _NUMBERS) and isinstance(other_part, _NUMBERS):
-                        names = [name, *(step.strip(".[]'\"") for step in steps)]
-                        # Items have the name of the attribute that they are in.
-                        last = [name, *(step[1:] for step in steps if step.startswith("."))][-1]
-                        numbers.append((names, last, part))
-                    else:
+                for steps, part, other_part in _unlike(model_contents[key], other_contents[key]):
+                    if (value := _number(part)) is None or _number(other_part) is None:
                         anything = True
+                        continue
+                    name = key.rpartition(".")[2]
+                    # Items have the name of the attribute that they are in.
+                    last = [name, *(step for link, step in steps if link is Link.ATTRIBUTE)][-1]
+                    numbers.append(([name, *(str(step).strip("'\"") for _, step in steps)], last, value))
         return DifferingNumbers(
             frozenset(name for names, _, _ in numbers for name in names),
             frozenset(last for _, last, _ in numbers),
@@ -188,6 +176,3 @@ def _is_computed(model: nn.Module, attribute: str) -> bool:
         for part in held
         if not isinstance(part, Tensor)
     )
-
-
-_ABSENT = object()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.method_interception import is_intercepted
+from hfusion.capture.hooks import is_intercepted
 from hfusion.capture.reachable_code import MISSING, Attributes, CodeSearch, ContextVariable, Holder, search_of
 from hfusion.capture.registered_tensors import is_array
 from hfusion.core.errors import FusionError

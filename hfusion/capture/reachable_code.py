@@ -1,9 +1,13 @@
-"""Search the code that forward may run, for the variables it names: of files, classes, objects, functions, closures."""
+"""Search the code that forward may run, for the variables it names: of files, classes, objects, functions, closures.
+
+It finds the names that code assigns as well, since a recorded run shows only the assignments that it makes.
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextvars
+import dis
 import functools
 import logging
 import threading
@@ -19,7 +23,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.attribute_bytecode import assigned_names, attribute_names
 from hfusion.capture.registered_tensors import is_array
 from hfusion.core.fingerprint import (
     OPERATORS,
@@ -91,11 +94,6 @@ def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
     return search_of(models).all_names
 
 
-def holders_of(module: nn.Module) -> list[Holder]:
-    """Return the holders of all variables that the code of ``module`` can reach, with the names that the code uses."""
-    return search_of([module]).holders
-
-
 class CodeSearch:
     """Follows the code of modules from their forward on: methods, functions of files, and the names in these.
 
@@ -107,6 +105,7 @@ class CodeSearch:
         holders: the holders of variables within reach, even if the code names none of their variables.
         spaces: by the id of a file's dict of globals, the dict and the names that functions use.
         assigned: the names of variables and attributes that the code may assign.
+        filled: the names of attributes in code that may change the items of a container.
         outer_modules: whether the code refers to modules that it does not reach through ``models``.
         complete: whether all functions within reach were followed.
     """
@@ -123,6 +122,7 @@ class CodeSearch:
         self.outer_modules, self.complete = False, True
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.assigned: set[str] = set()
+        self.filled: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
         self._titles = Counter[str]()
@@ -168,6 +168,7 @@ class CodeSearch:
         variables, space = _variables_named(function), function.__globals__
         self._named |= attribute_names(function.__code__)
         self.assigned |= assigned_names(function.__code__)
+        self.filled |= filled_names(function.__code__)
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if name != "__class__":
@@ -361,6 +362,71 @@ def _variables_named(function: types.FunctionType) -> set[str]:
     names = names_in(function.__code__)
     by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
     return {*names.variables, *(names.texts if by_text else ())}
+
+
+# The names of attributes and variables in code, from its bytecode.
+
+# Methods that change a list, dict, set or deque.
+_CHANGING_METHODS = frozenset(
+    {"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear"}
+)
+_CHANGING_METHODS |= {"add", "discard", "update", "setdefault"}
+# Names by which code may assign variables whose names are strings.
+_ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
+_ASSIGNMENTS = frozenset(
+    f"{verb}_{kind}" for verb in ("STORE", "DELETE") for kind in ("ATTR", "GLOBAL", "NAME", "DEREF")
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def attribute_names(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that ``code`` and its nested functions name, or may read by getattr."""
+    names = names_in(code)
+    return frozenset((*names.attributes, *names.texts))
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of variables and attributes that ``code`` and its nested functions may assign or delete."""
+    names = set[str]()
+    steps = list(dis.get_instructions(code)) if _has(code, _ASSIGNMENTS) else []
+    # A constructor called in forward assigns to a new object, not to one that exists.
+    new = code.co_varnames[0] if code.co_name in ("__init__", "__post_init__") and code.co_argcount else None
+    for previous, step in zip([None, *steps], steps, strict=False):
+        if step.opname in _ASSIGNMENTS and (new is None or _loaded(previous) != new):
+            names.add(step.argval)
+    if not _ASSIGNING.isdisjoint(code.co_names):
+        names |= {const for const in code.co_consts if isinstance(const, str)}
+    return frozenset(names).union(*map(assigned_names, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def filled_names(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that ``code`` names if it, or a function nested in it, may change items of a container."""
+    return frozenset(names_in(code).attributes if _changes_items(code) else ())
+
+
+def _changes_items(code: types.CodeType) -> bool:
+    changes = not _CHANGING_METHODS.isdisjoint(code.co_names) or _has(code, {"STORE_SUBSCR", "DELETE_SUBSCR"})
+    return changes or any(map(_changes_items, _nested(code)))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (const for const in code.co_consts if isinstance(const, types.CodeType))
+
+
+def _has(code: types.CodeType, names: Set[str]) -> bool:
+    """Return whether ``code`` has an instruction of one of the ``names``."""
+    return not {dis.opmap[name] for name in names}.isdisjoint(code.co_code[::2])
+
+
+def _loaded(step: dis.Instruction | None) -> str | None:
+    """Return the variable that an instruction loads last; None if it loads none."""
+    if step is None or "LOAD_" not in step.opname or "ATTR" in step.opname:
+        return None
+    # Python 3.13 loads two variables by one instruction.
+    name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+    return name if isinstance(name, str) else None
 
 
 # Read and write variables outside of a model: of files, classes, objects, functions, closures and contexts.

@@ -6,39 +6,40 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
 from hfusion.capture.eager_fallbacks import module_path
 from hfusion.capture.fallback_runtime import RULES as OPAQUE_RULES
-from hfusion.capture.fallback_runtime import OpaqueCall
-from hfusion.capture.method_interception import WHOLE, Island
+from hfusion.capture.fallback_runtime import OpaqueCall, Unforeseen
+from hfusion.capture.hooks import WHOLE, Island
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.fill_scalars import capture_variants
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import ForwardsDiffer, FusionError, KeepsState
+from hfusion.core.gradient_usage import watched
 from hfusion.core.guards import AllHold
 from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims, writable
 from hfusion.core.stages import stage
 from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
-from hfusion.ops.rule import RuleTable
 from hfusion.ops.rule import merge as merge_tables
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
-from hfusion.passes.candidates import Result, Unbatchable, candidates, result
+from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.check import check_array, check_member
 from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import RULES as EXPECT_RULES
-from hfusion.passes.side_effects import expectations, written_slots
+from hfusion.passes.side_effects import FailedCheck, expectations, written_slots
 
 RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES)
 
@@ -123,11 +124,16 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
         try:
             return _batched(subject, captured, training)
         except Unbatchable as error:
-            more = {Island(module_path(error.node)): str(error)}
-            more |= unbatchable(captured.graph, captured.layouts, subject.members, RULES)
+            more = dict.fromkeys(_alike_modules(subject.member(0), module_path(error.node)), str(error))
             if not subject.loops or not more.keys() - looped.keys():
                 raise
             looped |= more
+
+
+def _alike_modules(model: nn.Module, path: str) -> Iterator[Island]:
+    """Yield the submodules of ``model`` of the class of that at ``path``, which have the same operators."""
+    kind = type(model.get_submodule(path))
+    yield from (Island(name) for name, module in model.named_modules() if type(module) is kind)
 
 
 @dataclass(frozen=True)
@@ -290,57 +296,6 @@ def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: fro
     return Layout.SHARED if slot.name in subject.shared else Layout.STACKED
 
 
-# Find all submodules of a member's graph with operators that cannot be batched, in one walk.
-
-
-def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules: RuleTable) -> dict[Island, str]:
-    """Return the submodules that must run in a loop, with the reasons. ``layouts``: the layouts of the placeholders.
-
-    Operators that depend on one without a rule, in its submodule or by a number or size outside of it, are not judged:
-    they may be different once the submodule runs in a loop.
-    """
-    env: dict[fx.Node, Result] = {}
-    unknown: dict[fx.Node, str] = {}
-    reasons: dict[Island, str] = {}
-    input_layouts = iter(layouts)
-    for node in graph.nodes:
-        example = node.meta.get("val")
-        if node.op == "placeholder":
-            env[node] = result(node, next(input_layouts), example)
-            continue
-        if node.op != "call_function":
-            continue
-        layout, path = Layout.STACKED, module_path(node)
-        if any(_inside(path, around) or not _has_known_sizes(source) for source, around in _sources(node, unknown)):
-            unknown[node] = path
-        else:
-            try:
-                if candidates(node, env, members, rules)[0].layout is Layout.SHARED:
-                    layout = Layout.SHARED
-            except Unbatchable as error:
-                reasons.setdefault(Island(path), str(error))
-                unknown[node] = path
-        env[node] = result(node, layout, example)
-    return reasons
-
-
-def _sources(node: fx.Node, unknown: dict[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
-    return ((source, unknown[source]) for source in node.all_input_nodes if source in unknown)
-
-
-def _inside(path: str, around: str) -> bool:
-    return not around or path == around or path.startswith(f"{around}.")
-
-
-def _has_known_sizes(node: fx.Node) -> bool:
-    """Return whether the value of ``node`` is a tensor whose sizes do not depend on values."""
-    # Imported late: it imports sympy.
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    example: Any = node.meta.get("val")
-    return isinstance(example, Tensor) and not free_unbacked_symbols(example)
-
-
 # Build one graph for members with the same operators, or raise an error that names the member that differs.
 
 # Largest number of models per group whose attributes are compared with another group.
@@ -417,9 +372,6 @@ def _aligned(captures: Sequence[Capture], variants: Sequence[int]) -> fx.Graph:
                 raise FusionError(
                     f"forward {words} {_shown(reference)} in model 0 and {_shown(other)} in model {model}"
                 )
-        for name, (reference, other) in _sizes(first, capture):
-            if reference != other:
-                raise FusionError(f"{name} has shape {reference} in model 0 and {other} in model {model}")
         for name, tensor in first.constants.items():
             kinds = [f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (tensor, capture.constants[name])]
             if kinds[0] != kinds[1]:
@@ -438,15 +390,6 @@ def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[di
             constants[name] = torch.stack([rows[v] for v in variants]).detach()
             differing.add(name)
     return constants, frozenset(differing)
-
-
-def _sizes(first: Capture, capture: Capture) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the key of each parameter and buffer, with its shapes in two captures."""
-    columns = [capture.graph.find_nodes(op="placeholder") for capture in (first, capture)]
-    for slot, *nodes in zip(first.slots, *columns, strict=True):
-        if slot.kind in (Kind.PARAMETER, Kind.BUFFER):
-            first_shape, shape = (tuple(node.meta["val"].shape) for node in nodes)
-            yield slot.name, (first_shape, shape)
 
 
 def _shown(value: Any) -> str:
@@ -472,3 +415,88 @@ def _alike(captures: Sequence[Capture]) -> list[list[int]]:
 def _named(rows: Sequence[int]) -> str:
     shown = ", ".join(map(str, rows[:_NAMED])) + (", ..." if len(rows) > _NAMED else "")
     return f"model{'s' if len(rows) > 1 else ''} {shown}"
+
+
+# A program bound to the tensors of a module, which are looked up at every call, so that they may be replaced.
+
+# Where a tensor that may be replaced is looked up: a mapping, and the key in it.
+Location: TypeAlias = tuple[Mapping[str, Any], str]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProgram:
+    """A program, and the locations of the tensors that it takes before its inputs.
+
+    ``failed``: in a step with checks, the entry "members" shows for which members a check of forward failed.
+    """
+
+    compiled: Compiled
+    locations: tuple[Location, ...]
+    failed: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:
+        """Bind a program to the tensors of ``owner``."""
+        slots = compiled.program.slots
+        return BoundProgram(
+            compiled, tuple(_location(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
+        )
+
+    @property
+    def looped_calls(self) -> int:
+        """The number of calls of single members' operators in the program."""
+        program = self.compiled.program
+        nodes = program.module.graph.nodes
+        loops = [n for n in nodes if n.meta.get("layout") is Layout.LISTED and not n.meta.get("transition")]
+        return program.members * len(loops)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of the tensors in ``locations``."""
+        program = self.compiled.program
+        pairs = zip(program.slots, program.layouts, strict=True)
+        return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
+
+
+def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
+    """Return the program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
+
+    Calls thus use the new tensors after ``owner`` was converted or loaded.
+    """
+    locations = BoundProgram.of(compiled, owner).locations
+    run, spec = compiled.program.run, compiled.program.out_spec
+    if compiled.opaque:
+        run = watched(run)
+    single = spec.is_leaf()
+    if compiled.infers_results or compiled.checks:
+        run = _undone(run, compiled)
+
+    def call(inputs: list[Any]) -> Any:
+        outputs = run(*[holder[name] for holder, name in locations], *inputs)
+        return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
+
+    return call
+
+
+def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
+    """Return ``run`` with written tensors restored if results were inferred wrongly, or if a check fails."""
+    written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
+
+    def call(*values: Any) -> Any:
+        snapshots = [(values[k].detach(), values[k].detach().clone()) for k in written]
+        try:
+            return run(*values)
+        except (Unforeseen, FailedCheck):
+            for tensor, saved in snapshots:
+                tensor.copy_(saved)
+            raise
+
+    return call
+
+
+def _location(slot: Slot, owner: nn.Module, compiled: Compiled) -> Location:
+    if slot.kind is Kind.CONSTANT:
+        return compiled.constants, slot.name
+    path, _, leaf = slot.name.rpartition(".")
+    module = owner.get_submodule(path)
+    return (module._parameters if slot.kind is Kind.PARAMETER else module._buffers), leaf

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfusion.capture.capture_member import VaryingSizes
-from hfusion.capture.export_context import told_autocast
+from hfusion.capture.export_context import apart, collecting_rarely, told_autocast
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
-from hfusion.compiler.sandbox import apart, collecting_rarely
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import fixed

@@ -6,13 +6,12 @@ their places in the graph. One or two further captures must equal the graphs der
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from hfusion.capture.capture_member import Member
 from hfusion.capture.dynamic_sizes import SizeUse
@@ -21,7 +20,6 @@ from hfusion.capture.export import check_faithful
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
 from hfusion.capture.python_differences import DifferingNumbers
-from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot
@@ -73,12 +71,9 @@ def capture_variants(
 def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[OperatorTrace]]]:
     """Return groups of more than `MAX_CAPTURES` variants whose traces have one structure, with the traces."""
     groups: list[tuple[list[int], list[OperatorTrace]]] = []
-    structures = [_structure(subject.member(variant).model) for variant in range(count)]
-    often = Counter(structures)
     for variant in range(count):
-        if often[structures[variant]] <= MAX_CAPTURES:
-            continue
-        trace = _trace(subject.member(variant))
+        member = subject.member(variant)
+        trace = trace_operators(twin(member.model), member.args, member.kwargs)
         if trace is None:
             if variant == 0:
                 # The other variants would probably fail, too.
@@ -93,16 +88,6 @@ def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[Operat
             if len(groups) < MAX_STRUCTURES:
                 groups.append(([variant], [trace]))
     return [group for group in groups if len(group[0]) > MAX_CAPTURES]
-
-
-def _structure(model: nn.Module) -> Any:
-    """Return the classes of submodules and the shapes of tensors: equal for members that differ in numbers only."""
-    classes = tuple((path, type(module).__qualname__) for path, module in model.named_modules(remove_duplicate=False))
-    return classes, tuple((name, tuple(tensor.shape)) for name, tensor in tensors(model))
-
-
-def _trace(member: Member) -> OperatorTrace | None:
-    return trace_operators(twin(member.model), member.args, member.kwargs)
 
 
 def _capture_group(

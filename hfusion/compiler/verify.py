@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.export_context import without_trace
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.python_reads import EXACT_CLASS
 from hfusion.capture.reachable_code import names_of
@@ -28,7 +29,6 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
-from hfusion.compiler.sandbox import without_trace
 from hfusion.core import memory
 from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.copies import copies_in_like_memory, fills_stretch

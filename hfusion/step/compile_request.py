@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram
-from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.compiled_program import BoundProgram, Compiled
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.compiler.serialized_program import read_compiled, write_compiled
 from hfusion.core.calls import StackedInput

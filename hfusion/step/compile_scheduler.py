@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
-from hfusion.compiler.bound_program import Location
+from hfusion.compiler.compiled_program import Location
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
 from hfusion.device.backend import random_states_kept

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from hfusion.capture.dynamic_sizes import recurrent
 from hfusion.compiler.arguments import BATCHED
-from hfusion.compiler.bound_program import BoundProgram, Location
+from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.member_random import draws_random, new_seeds
 from hfusion.core.memory import distance, norm
 from hfusion.core.program import describe_value

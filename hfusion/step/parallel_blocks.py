@@ -19,7 +19,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, fx
 
-from hfusion.compiler.bound_program import BoundProgram
+from hfusion.compiler.compiled_program import BoundProgram
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import new_seeds
 from hfusion.core.program import Kind

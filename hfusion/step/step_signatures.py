@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.compiler.bound_program import BoundProgram, Location
+from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.membership import is_own_hook
 from hfusion.core.text import html_table, paragraph
 from hfusion.step.compile_worker import BackgroundJob

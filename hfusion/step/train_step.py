@@ -19,7 +19,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel, programs_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram, Location
+from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError

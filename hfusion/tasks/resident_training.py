@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram
+from hfusion.compiler.compiled_program import BoundProgram
 from hfusion.core.exclusive import compiling_within
 from hfusion.device.backend import backend
 from hfusion.device.device_queues import Mark

@@ -270,7 +270,7 @@ kept("input given back and used", doing(lambda x: x), changed_beside, "forward")
 kept("view given back and input changed", doing(lambda x: x[:2]), input_changed, "forward")
 kept("one tensor twice", doing(twice), one_of_two_changed, "forward")
 kept("sometimes the input", doing(lambda x: x if x.sum() > 0 else x * 2), changed, None)
-kept("write into the input", doing(lambda x: x.mul_(2)), plain)
+kept("write into the input", doing(lambda x: x.mul_(2)), plain, "forward")
 kept("write into an input that is used", doing(lambda x: x.mul_(2) * 3), residual, "forward")
 
 
