@@ -171,20 +171,11 @@ _MOVING = ("load", "evict", "read", "write")
 
 def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     """Return the rates of computing, and the reason if they are not cached."""
-    description = describe(device)
-    key = tuple(description.values())
-    if key in _busy:
-        return standard_rates(device), _busy[key]
     try:
-        measured, trouble = _cached_rates("compute", description, _COMPUTING, partial(_measure_computing, device))
+        measured, trouble = _cached_rates("compute", describe(device), _COMPUTING, partial(_measure_computing, device))
     except BusyMachine as error:
-        _busy[key] = str(error)
-        return standard_rates(device), _busy[key]
+        return standard_rates(device), str(error)
     return ComputeRates(**measured, device=device.type), trouble
-
-
-# Reasons why devices could not be measured; a process does not try again.
-_busy: dict[tuple[str, ...], str] = {}
 
 
 def describe(device: torch.device) -> dict[str, str]:

@@ -57,7 +57,7 @@ def clip_stacks(
     if together:
         norms = total_norm(torch.cat([stacks.norms(norm_type) for stacks in together]), norm_type)
     else:
-        norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
+        norms = total_norm([grad_norms(grad, members, norm_type).to(first) for grad in grads], norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not math.isfinite(norm)}
         raise RuntimeError(
@@ -91,14 +91,12 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: HyperVal
 
 
 def grad_norms(grad: Tensor, members: int, norm_type: float = 2.0) -> Tensor:
-    """The norms ``[B]`` of one stacked gradient ``[B, *S]``."""
+    """Return the norms ``[B]`` of one stacked gradient ``[B, *S]``.
+
+    Zero rows of members without a gradient do not count, in norms of negative order either.
+    """
     norms: Tensor = torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1)
-    return norms
-
-
-def _norms_there(grad: Tensor, members: int, norm_type: float) -> Tensor:
-    """Like `grad_norms`, but zero rows of members without a gradient do not count in norms of negative order either."""
-    norms, absent = grad_norms(grad, members, norm_type), absent_rows(grad)
+    absent = absent_rows(grad)
     return norms if absent is None or norm_type >= 0 else norms.masked_fill(absent.to(norms.device), math.inf)
 
 

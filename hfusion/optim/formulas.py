@@ -79,7 +79,21 @@ class SGD(FusedOptimizer):
         return add(param, step, -s.lr), {"momentum_buffer": mean}
 
 
-class Adam(FusedOptimizer):
+class AdaptiveMoments(FusedOptimizer):
+    """Base class of Adam and its relatives, which keep running means of the gradient and of its square."""
+
+    lr: HyperValue = per_member(default=1e-3)
+    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
+    eps: HyperValue = per_member(default=1e-8)
+    weight_decay: HyperValue = per_member(default=0.0)
+    maximize: bool = for_all(default=False, kw_only=True)
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+
+class Adam(AdaptiveMoments):
     """``torch.optim.Adam`` with a value of each hyper-parameter per member (Kingma and Ba, 2015).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
@@ -89,12 +103,7 @@ class Adam(FusedOptimizer):
     ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
-    lr: HyperValue = per_member(default=1e-3)
-    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
-    eps: HyperValue = per_member(default=1e-8)
-    weight_decay: HyperValue = per_member(default=0.0)
     amsgrad: bool = for_all(default=False)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
 
@@ -154,7 +163,7 @@ def _decay(param: Tensor, grad: Tensor, s: Any, o: Any) -> tuple[Tensor, Tensor]
     return param, decayed(grad, param, s.weight_decay)
 
 
-class NAdam(FusedOptimizer):
+class NAdam(AdaptiveMoments):
     """``torch.optim.NAdam`` with a value of each hyper-parameter per member (Dozat, 2016).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay``,
@@ -166,19 +175,11 @@ class NAdam(FusedOptimizer):
     """
 
     lr: HyperValue = per_member(default=2e-3)
-    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
-    eps: HyperValue = per_member(default=1e-8)
-    weight_decay: HyperValue = per_member(default=0.0)
     momentum_decay: HyperValue = per_member(default=4e-3, low=-float("inf"))
     decoupled_weight_decay: bool = for_all(default=False)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     numbers: ClassVar[Mapping[str, float]] = {"step": 0.0, "mu_product": 1.0}
     torch_class = torch.optim.NAdam
-
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
@@ -202,7 +203,7 @@ class NAdam(FusedOptimizer):
         return addcdiv(addcdiv(param, grad, scale, -s.of_grad), new["exp_avg"], scale, -s.of_mean), new
 
 
-class RAdam(FusedOptimizer):
+class RAdam(AdaptiveMoments):
     """``torch.optim.RAdam`` with a value of each hyper-parameter per member (Liu and others, 2020).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
@@ -212,18 +213,9 @@ class RAdam(FusedOptimizer):
     ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
-    lr: HyperValue = per_member(default=1e-3)
-    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
-    eps: HyperValue = per_member(default=1e-8)
-    weight_decay: HyperValue = per_member(default=0.0)
     decoupled_weight_decay: bool = for_all(default=False)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.RAdam
-
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
@@ -248,7 +240,7 @@ class RAdam(FusedOptimizer):
         return torch.addcmul(param, new["exp_avg"], torch.where(s.plain != 0, -s.plain_size, rectified)), new
 
 
-class Adamax(FusedOptimizer):
+class Adamax(AdaptiveMoments):
     """``torch.optim.Adamax`` with a value of each hyper-parameter per member (Kingma and Ba, 2015).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
@@ -259,10 +251,6 @@ class Adamax(FusedOptimizer):
     """
 
     lr: HyperValue = per_member(default=2e-3)
-    betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
-    eps: HyperValue = per_member(default=1e-8)
-    weight_decay: HyperValue = per_member(default=0.0)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.Adamax
 

@@ -118,14 +118,17 @@ class NativeStepper(Stepper):
         self._argument = ctypes.addressof(self._step)
         self._run, self._prepare = _function("run"), _function("prepare")
 
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         step = self._step
         if settings is not self._settings:
             self._settings = settings
             step.stride, step.columns = len(settings.members), settings.table.data_ptr()
             step.advance = settings.advance.data_ptr()
             step.flush = self._program.flushes(min(getattr(value, "eps", 0.0) for value in settings.members))
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        """Update the tensors, and increment the step counts."""
+        step = self._step
         # Named, so that it lives as long as the call.
         addresses = _addresses(grads)
         step.grads = _start(addresses)
@@ -133,10 +136,11 @@ class NativeStepper(Stepper):
         shares = 1 if team is None else min(team.threads, self._total // _GRAIN)
         if team is None or shares <= 1:
             self._run(self._argument, torch.get_num_threads())
-            return
+            return None
         step.shares = shares
         self._prepare(self._argument)
         team.run(_address(_function("run_share")), self._argument, shares)
+        return None
 
 
 class FiniteCheck:

@@ -152,8 +152,12 @@ class MemberLoop(Stepper):
         )
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        self._settings = settings
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
         for member in range(len(self._parameter_tensors[0][0])):
-            self._update(member, grads, settings)
+            self._update(member, grads, self._settings)
+        return None
 
     def _update(self, member: int, grads: Sequence[Tensor], settings: Settings) -> None:
         # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
@@ -205,25 +209,17 @@ class MasterStepper(Stepper):
     def key(self) -> Hashable:  # type: ignore[override]
         return self._inner.key
 
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        self._convert(grads)
-        self._inner.step(self._gradients, settings)
-        torch._foreach_copy_(self._params, self._masters)
-
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         self._inner.ready(self._gradients, settings)
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        self._convert(grads)
+        torch._foreach_copy_(self._gradients, list(grads))
+        for param, master in zip(self._params, self._masters, strict=True):
+            # A parameter that was written to is read.
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         references = self._inner.launch(self._gradients)
         torch._foreach_copy_(self._params, self._masters)
         return references, self._gradients
-
-    def _convert(self, grads: Sequence[Tensor]) -> None:
-        """Read the gradients, and parameters that were written to."""
-        torch._foreach_copy_(self._gradients, list(grads))
-        for param, master in zip(self._params, self._masters, strict=True):
-            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
 
 def _options(formula: type[Formula], settings: Settings, member: int) -> dict[str, Any]:
