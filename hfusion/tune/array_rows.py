@@ -14,7 +14,7 @@ from hfusion.optim.lr_scheduler import Make
 from hfusion.population.evaluation import evaluate
 from hfusion.population.group_step import flush, limit_norms
 from hfusion.population.population import Population
-from hfusion.tune.space import ArrayChoices, MakeOptimizer, Suggestion, TrialModel, optimizer_with
+from hfusion.tune.space import ArrayChoices, MakeOptimizer, Suggestion, SweepTrial, optimizer_with
 from hfusion.tune.sweep_folder import KEEP
 from hfusion.tune.trial_rows import SweepRecipe, TrialRows
 
@@ -38,16 +38,16 @@ class ArrayRows(TrialRows):
         assert self._population is not None, "a trial joins first"
         return self._population
 
-    def _optimizer(self, members: Sequence[TrialModel]) -> MakeOptimizer:
+    def _optimizer(self, members: Sequence[SweepTrial]) -> MakeOptimizer:
         hypers = [member.suggestion.hypers for member in members]
         return optimizer_with(self._choices.optimizer, self._choices.options, hypers)
 
-    def _schedules(self, members: Sequence[TrialModel]) -> list[Make] | None:
+    def _schedules(self, members: Sequence[SweepTrial]) -> list[Make] | None:
         """Return a function for each member that makes its scheduler; None without schedulers."""
         make = self._recipe.scheduler
         return None if make is None else [partial(make, **member.suggestion.scheduler) for member in members]
 
-    def join(self, new: Sequence[TrialModel]) -> None:
+    def join(self, new: Sequence[SweepTrial]) -> None:
         """Give a row to each new trial."""
         models, tags, schedules = [member.model for member in new], [member.tag for member in new], self._schedules(new)
         limits: dict[str, Any] = {}
@@ -86,6 +86,7 @@ class ArrayRows(TrialRows):
                 limit_norms(self.population, [self.population.row(tag)], suggestion.clip_norm)
 
     def leave(self, tag: str) -> nn.Module:
+        """Free the row of a member, and return its model on the CPU."""
         model: nn.Module = self.population.stop(self.population.row(tag))
         return model.cpu()
 
@@ -99,11 +100,13 @@ class ArrayRows(TrialRows):
         return super().epoch(seed, evaluates)
 
     def save(self, folder: Path) -> Path:
+        """Save all trials, and return the path of the save."""
         self.population.compact()
         path: Path = self.population.save(folder, keep=KEEP).result()
         return path
 
-    def restore(self, saved: Path, members: Sequence[TrialModel]) -> None:
+    def restore(self, saved: Path, members: Sequence[SweepTrial]) -> None:
+        """Restore trials from a save."""
         by_tag = {member.tag: member for member in members}
         schedules = self._schedules(members)
         # The first member's values are placeholders that go with the options. Loading overwrites them.

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -113,22 +113,44 @@ class ModelMaker:
         return model.to(self.device)
 
 
-@dataclass(frozen=True, eq=False)
-class TrialModel:
-    """A trial and its model."""
+@dataclass(eq=False)
+class SweepTrial:
+    """A trial and its model.
+
+    Attributes:
+        maker: None on the way to a worker.
+        made: the model, once it is made; None again when its worker has it.
+        began: the round of its array in which it started.
+        epochs: the number of epochs that it has trained.
+        params: None, or its parameters after it became a copy of another trial.
+        origin: the trial whose distributions ``params`` belong to.
+    """
 
     number: int
     suggestion: Suggestion
-    maker: ModelMaker
+    maker: ModelMaker | None
+    made: nn.Module | None = None
+    began: int = 0
+    epochs: int = 0
+    params: dict[str, Any] | None = None
+    origin: int | None = None
 
-    @cached_property
+    @property
     def model(self) -> nn.Module:
         """The model, made on first access. Raises the same errors as `ModelMaker.model`."""
-        return self.maker.model(self.number, self.suggestion)
+        if self.made is None:
+            assert self.maker is not None
+            self.made = self.maker.model(self.number, self.suggestion)
+        return self.made
 
     @property
     def tag(self) -> str:
         return f"trial {self.number}"
+
+    @property
+    def is_last(self) -> bool:
+        """True if the next epoch is its last one."""
+        return self.epochs + 1 == self.suggestion.epochs
 
 
 class Maker:
@@ -200,12 +222,6 @@ class Maker:
         if self._scheduler is not None:
             PerMember(combined, partial(self._scheduler, **routed[SCHEDULER]))
         return Suggestion(hypers, choices, routed[MAKE_MODEL], own["epochs"], routed[SCHEDULER], clip)
-
-    def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
-        """Return a trial with its model. Raises the same errors as `ModelMaker.model`."""
-        trial_model = TrialModel(number, suggestion, self.models)
-        _ = trial_model.model
-        return trial_model
 
 
 def _check_hypers(optimizer: FusedOptimizer, hypers: Mapping[str, Any]) -> None:

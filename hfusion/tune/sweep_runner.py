@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, first_line
-from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.space import Maker, Suggestion, SweepTrial, check_choices
 from hfusion.tune.study import COPIES, ROUND, Trials, numbered
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
-from hfusion.tune.trial_placement import Extent, Shape, ShapeArray, TrialPlacement, TrialSlot
+from hfusion.tune.sweep_workers import SweepWorkers
+from hfusion.tune.trial_placement import Extent, Shape, ShapeArray, TrialPlacement
 from hfusion.tune.trial_rows import SweepRecipe
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class SweepRunner:
         self._workers, self._folder = workers, folder
         self._bar, self._events = bar, log
         self.placement = TrialPlacement(workers, recipe, extent, saved=folder is not None)
-        self._waiting: tuple[TrialModel, Shape] | None = None
+        self._waiting: tuple[SweepTrial, Shape] | None = None
         # The round of the arrays that reported last.
         self._round = 0
         # Values of trials by array, until these report.
@@ -101,7 +101,8 @@ class SweepRunner:
         arrays = {array.name: array for array in self.placement.arrays}
         while not self._results if self._extent.asynchronous else self._results.keys() != arrays.keys():
             self._start()
-            name, values = self._workers.first()
+            training = [name for name, array in arrays.items() if array.training and name not in self._results]
+            name, values = self._workers.first(training)
             self._results[name] = values
         return [arrays[name] for name in ([next(iter(self._results))] if self._extent.asynchronous else arrays)]
 
@@ -109,19 +110,20 @@ class SweepRunner:
         """Start an epoch of every array, or in asynchronous rounds of one array on each idle worker."""
         starting = [array for array in self.placement.arrays if not array.training]
         if self._extent.asynchronous:
+            busy = {self._workers.worker_of(array.name) for array in self.placement.arrays if array.training}
             starting.sort(key=lambda array: array.round or 0)
-            by_worker = {self._workers.idle_worker(array.name): array for array in reversed(starting)}
-            starting = [array for worker, array in by_worker.items() if worker is not None]
+            by_worker = {self._workers.worker_of(array.name): array for array in reversed(starting)}
+            starting = [array for worker, array in by_worker.items() if worker not in busy]
         for array in starting:
             array.training = True
-        self._workers.start({array.name: self._epoch(array) for array in starting})
+            self._workers.send(array.name, *self._epoch(array))
 
-    def _epoch(self, array: ShapeArray) -> RowsCall:
-        """The call that trains an array in its next round."""
+    def _epoch(self, array: ShapeArray) -> tuple[Any, ...]:
+        """Return the call that trains an array in its next round."""
         assert array.round is not None
         # With several objectives, only the values after the last epoch are reported.
         evaluates = self._recipe.objectives == 1 or any(slot.is_last for slot in array.slots.values())
-        return "epoch", (self._extent.seed + array.round, evaluates)
+        return "epoch", self._extent.seed + array.round, evaluates
 
     def _report(self, arrays: Sequence[ShapeArray]) -> None:
         """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""
@@ -142,7 +144,7 @@ class SweepRunner:
         for array in arrays:
             self._exploit(array, values[array.name])
 
-    def _note(self, array: ShapeArray, slot: TrialSlot, event: str, **values: object) -> None:
+    def _note(self, array: ShapeArray, slot: SweepTrial, event: str, **values: object) -> None:
         """Log an event of a trial, with the device, node and process of its array."""
         location, epochs = self._workers.devices[array.device].log_fields, f"{slot.epochs}/{slot.suggestion.epochs}"
         self._events.trial(slot.number, event, {**location, "array": array.name, "epoch": epochs, **values})
@@ -161,20 +163,14 @@ class SweepRunner:
         self._note_all(self.placement.named(name), "moved")
         return device
 
-    def _leave(self, array: ShapeArray, slot: TrialSlot, *, completed: bool) -> None:
+    def _leave(self, array: ShapeArray, slot: SweepTrial, *, completed: bool) -> None:
         """Free the row of a trial. Keep its model if it is among the best trials."""
         del array.slots[slot.tag]
         if completed and slot.number in (best := self.trials.best_numbers()):
-            model = self._workers.leave(array.name, self._member(slot))
+            model = self._workers.leave(array.name, slot)
             self.best_models = {n: other for n, other in self.best_models.items() if n in best} | {slot.number: model}
         elif not array.plain:
             self._workers.send(array.name, "discard", slot.tag)
-
-    def _member(self, slot: TrialSlot) -> TrialModel:
-        return TrialModel(slot.number, slot.suggestion, self._maker.models)
-
-    def _members(self, array: ShapeArray) -> list[TrialModel]:
-        return [self._member(slot) for slot in array.slots.values()]
 
     def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
         """Apply population based training to the remaining trials of an array, after their reports."""
@@ -198,7 +194,7 @@ class SweepRunner:
             trial.set_user_attr(COPIES, [*trial.user_attrs.get(COPIES, []), event])
             self._note(array, slot, "copied", source=copied.number)
 
-    def _explored(self, slot: TrialSlot, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
+    def _explored(self, slot: SweepTrial, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
         """Return perturbed params and their suggestion, with the same model and array as the trial in ``slot``."""
         assert self._extent.pbt is not None
 
@@ -228,14 +224,15 @@ class SweepRunner:
             self._waiting = None
         for array in self.placement.open():
             new = array.assign_slots(self._round)
-            self._workers.join(array.name, new)
-            for member in new:
-                self.trials.live[member.number].set_user_attr(ROUND, array.slots[member.tag].began)
-                self._note(array, array.slots[member.tag], "started")
+            self._workers.join(array.name, array.device, new, self.placement.plain_seconds(array))
+            for trial in new:
+                trial.made = None
+                self.trials.live[trial.number].set_user_attr(ROUND, trial.began)
+                self._note(array, trial, "started")
         self.placement.drop_empty()
         self.trials.beat()
 
-    def _next(self) -> tuple[TrialModel, Shape] | None:
+    def _next(self) -> tuple[SweepTrial, Shape] | None:
         """Return the next trial and its shape; None if no more trials start."""
         next_trial, self._waiting = self._waiting, None
         while next_trial is None and len(self.trials.asked_numbers) < self._extent.trials:
@@ -256,11 +253,13 @@ class SweepRunner:
                     _log.warning("trial %d failed: %r", trial.number, error)
         return next_trial
 
-    def _candidate(self, trial: Any) -> tuple[TrialModel, Shape]:
+    def _candidate(self, trial: Any) -> tuple[SweepTrial, Shape]:
         suggestion = self._maker.suggestion(trial)
         if self._folder is not None:
             check_choices(trial)
-        candidate = self._maker.candidate(trial.number, suggestion)
+        candidate = SweepTrial(trial.number, suggestion, self._maker.models)
+        # Errors of make_model are raised here.
+        _ = candidate.model
         shape = self.placement.shape(candidate)
         self.placement.check(shape, f"trial {candidate.number} with {trial.params}")
         return candidate, shape
@@ -277,10 +276,22 @@ class SweepRunner:
         changed = [array for array in self.placement.arrays if not array.save]
         saves = self._workers.save(
             {array.name: self._folder.of_array(array.name) for array in changed},
-            {array.name: self._members(array) for array in changed},
+            {array.name: list(array.slots.values()) for array in changed},
         )
         for array in changed:
             array.save = self._folder.relative_path(saves[array.name])
+        arrays = [
+            {
+                "name": array.name,
+                "plain": array.plain,
+                "save": array.save,
+                "first": array.first,
+                "seats": [
+                    [slot.number, slot.began, slot.epochs, slot.params, slot.origin] for slot in array.slots.values()
+                ],
+            }
+            for array in self.placement.arrays
+        ]
         tensors: dict[str, Tensor] = {}
         for number, model in self.best_models.items():
             tensors |= {f"{number}.{key}": value.detach().clone() for key, value in model.state_dict().items()}
@@ -296,25 +307,10 @@ class SweepRunner:
             "asked": self.trials.asked_numbers,
             "stopped": self._extent.trials if self.trials.study._stop_flag else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
-            "arrays": self._saved_arrays(),
+            "arrays": arrays,
             "best": list(self.best_models),
         }
         self._folder.write(body, tensors, self._round)
-
-    def _saved_arrays(self) -> list[dict[str, Any]]:
-        """Return what a save has of the arrays and their slots."""
-        return [
-            {
-                "name": array.name,
-                "plain": array.plain,
-                "save": array.save,
-                "first": array.first,
-                "seats": [
-                    [slot.number, slot.began, slot.epochs, slot.params, slot.origin] for slot in array.slots.values()
-                ],
-            }
-            for array in self.placement.arrays
-        ]
 
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore a saved state."""
@@ -331,17 +327,15 @@ class SweepRunner:
             for number, began, done, params, origin in record["seats"]:
                 # Trials that became a copy of another have values of their own.
                 suggestion = suggestions[number] if params is None else self._restore_suggestion(params, number)
-                slots.append(TrialSlot(number, suggestion, began, done, params, origin))
-            members = [self._member(slot) for slot in slots]
-            shape = self.placement.shape(members[0])
-            array = self.placement.restored(
-                record["name"], shape, slots, members[0], record["first"], plain=record["plain"]
-            )
-            self._workers.restore(array.name, (self._folder.root / record["save"]).absolute(), members)
-            array.save = record["save"]
+                slots.append(SweepTrial(number, suggestion, self._maker.models, None, began, done, params, origin))
+            shape = self.placement.shape(slots[0])
+            array = self.placement.restored(record["name"], shape, slots, record["first"], plain=record["plain"])
+            save, cost = (self._folder.root / record["save"]).absolute(), self.placement.plain_seconds(array)
+            self._workers.restore(array.name, array.device, save, slots, cost)
+            array.save, slots[0].made = record["save"], None
             self._note_all(array, "resumed")
         if body["waiting"] is not None:
-            candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
+            candidate = SweepTrial(body["waiting"], suggestions[body["waiting"]], self._maker.models)
             self._waiting = candidate, self.placement.shape(candidate)
         for number in body["best"]:
             self.best_models[number] = self._restore_best(number, tensors)

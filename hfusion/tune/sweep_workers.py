@@ -26,7 +26,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, pack, unpack
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import Failure, Parent, WorkerProcess, why_no_fork
-from hfusion.tune.space import ModelMaker, TrialModel
+from hfusion.tune.space import ModelMaker, SweepTrial
 from hfusion.tune.trial_rows import PlainTrial, SweepRecipe, TrialRows
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _GLANCE = 0.1
 
 @dataclass
 class _TrialHost:
-    """The arrays of a worker by name, with what trains them.
+    """The arrays of a worker by name, with what trains them. It gets members without their maker.
 
     ``threads``: the number of threads of plain trials; None: those that torch has.
     """
@@ -63,10 +63,12 @@ class _TrialHost:
     rows: dict[str, TrialRows] = field(default_factory=dict)
 
     def call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of an array. ``join`` and ``restore`` create it, and get members as data."""
+        """Call a method of an array. ``join`` and ``restore`` create it; their last arguments say what."""
         if method in ("join", "restore"):
-            *others, plain, packed = args
-            members = [self._member(*data) for data in (pickle.loads(packed) if isinstance(packed, bytes) else packed)]
+            *others, plain, members = args
+            members = pickle.loads(members) if isinstance(members, bytes) else members
+            for member in members:
+                member.maker = self.maker
             if name not in self.rows:
                 kind: type[TrialRows] = PlainTrial
                 if not plain:
@@ -77,13 +79,6 @@ class _TrialHost:
         rows = self.rows[name]
         with torch_threads(self.threads if self.threads and isinstance(rows, PlainTrial) else torch.get_num_threads()):
             return getattr(rows, method)(*args)
-
-    def _member(self, number: int, suggestion: Any, model: nn.Module | None) -> TrialModel:
-        member = TrialModel(number, suggestion, self.maker)
-        if model is not None:
-            # It is not made again.
-            vars(member)["model"] = model
-        return member
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class LocalExecutor:
         self._job: RowsJob | None = None
         self._seen: Any = WeakIdKeyDictionary()
 
-    def parcel(self, member: TrialModel) -> bytes | None:
+    def parcel(self, member: SweepTrial) -> bytes | None:
         """Return a plain trial as bytes for a fork; None if it stays here."""
         if self.side_by_side < 2:
             return None
@@ -158,7 +153,7 @@ class LocalExecutor:
         shared = any(tensor in self._seen for tensor in held)
         self._seen.update(dict.fromkeys(held, True))
         try:
-            return None if shared else _packed([(member.number, member.suggestion, member.model)])
+            return None if shared else _packed([replace(member, maker=None)])
         except Exception as error:
             _log.info("%s stays in this process, as pickle fails: %s: %s", member.tag, type(error).__name__, error)
             return None
@@ -222,16 +217,13 @@ class _SentCalls:
     """The calls of an array in a worker.
 
     Attributes:
-        cost: the estimated seconds of its epochs.
-        parcel: its plain trial as bytes, until it joins in a fork.
+        cost: the estimated seconds of an epoch of a plain trial; None for an array.
         done: how many of the calls the worker has completed.
         lost: how often the worker was lost.
     """
 
     worker: int
-    plain: bool
-    cost: float
-    parcel: bytes | None
+    cost: float | None
     calls: list[RowsCall | bytes] = field(default_factory=list)
     done: int = 0
     lost: int = 0
@@ -263,7 +255,6 @@ class SweepWorkers:
         # For each busy worker: its arrays, and how many calls of each will be done when it answers.
         self._running: dict[int, dict[str, int]] = {}
         self._results: dict[str, Any] = {}
-        self._started: dict[str, None] = {}
         self.choose_device: Callable[[str], int] = lambda name: 0
         self.lost: Callable[[str, str], None] = lambda name, reason: None
 
@@ -282,38 +273,37 @@ class SweepWorkers:
         """Indices of devices that are training. This process only trains while it waits."""
         return () if self._local else self._running
 
-    def idle_worker(self, name: str) -> int | None:
-        """Return the worker of an array; None if it computes, or its result was not fetched."""
-        worker = self._sent[name].worker
-        is_busy = worker in self._running or any(self._sent[other].worker == worker for other in self._started)
-        return None if is_busy else worker
+    def worker_of(self, name: str) -> int:
+        """Return the worker of an array."""
+        return self._sent[name].worker
 
-    def open(self, name: str, device: int, plain: TrialModel | None = None, cost: float = 0.0) -> None:
-        """Choose the worker of an array on a device. ``plain``: its only trial, if that is trained in plain torch."""
-        worker, parcel = device, None
-        if plain is not None and self._local and (parcel := self._executor.parcel(plain)) is not None:
-            loads = dict.fromkeys(self._executor.forks(), 0.0)
-            for sent in self._sent.values():
-                if sent.worker in loads:
-                    loads[sent.worker] += sent.cost
-            worker = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
-        self._sent[name] = _SentCalls(worker, plain is not None, cost, parcel)
+    def join(self, name: str, device: int, new: Sequence[SweepTrial], cost: float | None) -> None:
+        """Let trials join an array, which is created on a device if there is none.
 
-    def join(self, name: str, new: Sequence[TrialModel]) -> None:
-        """Let trials join an array."""
-        self.send(name, "join", *self._members(name, new))
+        ``cost``: the estimated seconds of an epoch of a single trial in plain torch; None for an array.
+        """
+        self.send(name, "join", *self._placed(name, device, new, cost))
 
-    def restore(self, name: str, saved: Path, members: Sequence[TrialModel]) -> None:
-        """Restore an array from a save."""
-        self.ask({name: ("restore", (saved, *self._members(name, members)))})
+    def restore(self, name: str, device: int, saved: Path, members: Sequence[SweepTrial], cost: float | None) -> None:
+        """Restore an array from a save. ``cost`` as in `join`."""
+        self.ask({name: ("restore", (saved, *self._placed(name, device, members, cost)))})
 
-    def _members(self, name: str, members: Sequence[TrialModel]) -> tuple[bool, Any]:
-        """Return whether an array is a plain trial, and its members as data. A cluster makes their models again."""
-        sent = self._sent[name]
-        models = [member.model if self._local else None for member in members]
-        data = [(member.number, member.suggestion, model) for member, model in zip(members, models, strict=True)]
-        packed, sent.parcel = sent.parcel or data, None
-        return sent.plain, packed
+    def _placed(self, name: str, device: int, members: Sequence[SweepTrial], cost: float | None) -> tuple[bool, Any]:
+        """Choose the worker of an array if it is new. Return whether it is plain, and its members for the worker.
+
+        A cluster makes their models again.
+        """
+        packed: Any = [replace(m, maker=None, made=m.made if self._local else None) for m in members]
+        if name not in self._sent:
+            worker = device
+            if cost is not None and self._local and (parcel := self._executor.parcel(members[0])) is not None:
+                packed, loads = parcel, dict.fromkeys(self._executor.forks(), 0.0)
+                for sent in self._sent.values():
+                    if sent.worker in loads:
+                        loads[sent.worker] += sent.cost or 0.0
+                worker = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
+            self._sent[name] = _SentCalls(worker, cost)
+        return cost is not None, packed
 
     def send(self, name: str, method: str, *args: Any) -> None:
         """Call a method without a result. The call is deferred until the next one whose result is needed."""
@@ -324,24 +314,18 @@ class SweepWorkers:
         """Call a method of each array, and return the results by array name."""
         for name, (method, args) in calls.items():
             self.send(name, method, *args)
-        while missing := [name for name in calls if name not in self._results]:
-            self._start_idle(missing)
-            self._listen()
-        return {name: self._results.pop(name) for name in calls}
+        results: dict[str, Any] = {}
+        while missing := [name for name in calls if name not in results]:
+            name, result = self.first(missing)
+            results[name] = result
+        return results
 
-    def start(self, calls: Mapping[str, RowsCall]) -> None:
-        """Start a method call of each array. `first` returns the results."""
-        for name, (method, args) in calls.items():
-            self.send(name, method, *args)
-            self._started[name] = None
-
-    def first(self) -> tuple[str, Any]:
-        """Wait for the first result of a started call. Return the name of its array and the result."""
-        while (name := next((name for name in self._started if name in self._results), None)) is None:
-            self._start_idle(list(self._started))
+    def first(self, names: Sequence[str]) -> tuple[str, Any]:
+        """Wait for the first result of the last calls of these arrays, and return the array's name and the result."""
+        while not (ready := [name for name in names if name in self._results]):
+            self._start_idle(names)
             self._listen()
-        del self._started[name]
-        return name, self._results.pop(name)
+        return ready[0], self._results.pop(ready[0])
 
     def _start_idle(self, names: Sequence[str]) -> None:
         """Start the pending calls of arrays whose workers are idle."""
@@ -396,7 +380,7 @@ class SweepWorkers:
             executor.wait(_GLANCE)
 
     @torch.no_grad()
-    def leave(self, name: str, member: TrialModel) -> nn.Module:
+    def leave(self, name: str, member: SweepTrial) -> nn.Module:
         """Free the row of a member, and return its model on the CPU."""
         found = self.ask({name: ("leave", (member.tag,))})[name]
         if isinstance(found, nn.Module):
@@ -406,14 +390,14 @@ class SweepWorkers:
             tensor.copy_(found[key])
         return model
 
-    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
+    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[SweepTrial]]) -> dict[str, Path]:
         """Save each array into its folder, and return the paths of the saves. ``members``: of each array."""
         paths: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
         for name, path in paths.items() if not self._local else ():
             sent = self._sent[name]
             # A process may have been lost after its save, while other arrays were saved.
             is_done, sent.calls = sent.done == len(sent.calls), []
-            self.send(name, "restore", path, *self._members(name, members[name]))
+            self.send(name, "restore", path, *self._placed(name, sent.worker, members[name], sent.cost))
             sent.done = len(sent.calls) if is_done else 0
         return paths
 

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from hfusion.device.backend import draws_kept
 from hfusion.torch_private.dynamo_state import sparing_dynamo
 from hfusion.tune.loaders import first_inputs, minibatches
 from hfusion.tune.population_based_training import PBT
-from hfusion.tune.space import Suggestion, TrialModel, sample_optimizer
+from hfusion.tune.space import SweepTrial, sample_optimizer
 from hfusion.tune.sweep_workers import SweepWorkers
 from hfusion.tune.trial_rows import SweepRecipe
 
@@ -75,34 +75,6 @@ class Extent:
         return "asynchronous" if self.asynchronous else "together"
 
 
-@dataclass
-class TrialSlot:
-    """A trial in an array.
-
-    Attributes:
-        began: the round of the sweep in which it started.
-        epochs: the number of epochs that it has trained.
-        params: None, or its parameters after it became a copy of another trial.
-        origin: the trial whose distributions ``params`` belong to.
-    """
-
-    number: int
-    suggestion: Suggestion
-    began: int
-    epochs: int = 0
-    params: dict[str, Any] | None = None
-    origin: int | None = None
-
-    @property
-    def tag(self) -> str:
-        return f"trial {self.number}"
-
-    @property
-    def is_last(self) -> bool:
-        """True if the next epoch is its last one."""
-        return self.epochs + 1 == self.suggestion.epochs
-
-
 class Shape:
     """Trials that can share an array: models of one structure, with equal array choices.
 
@@ -114,13 +86,13 @@ class Shape:
     """
 
     def __init__(
-        self, first: TrialModel, look: Callable[[DeviceInfo], Footprint], minibatches: int, *, is_array: bool
+        self, first: SweepTrial, look: Callable[[DeviceInfo], Footprint], minibatches: int, *, is_array: bool
     ) -> None:
         self.first, self._look, self.minibatches, self.is_array = first, look, minibatches, is_array
         self._shared = 0
         self._footprints: dict[Any, Footprint] = {}
 
-    def takes(self, candidate: TrialModel) -> bool:
+    def takes(self, candidate: SweepTrial) -> bool:
         """Return whether a trial can share an array with the trials of this shape."""
         if not candidate.suggestion.choices.matches(self.first.suggestion.choices):
             return False
@@ -153,8 +125,8 @@ class ShapeArray:
 
     def __init__(self, name: str, shape: Shape, device: int, *, plain: bool = False) -> None:
         self.name, self.shape, self.device, self.plain = name, shape, device, plain
-        self.slots: dict[str, TrialSlot] = {}
-        self.joining: list[TrialModel] = []
+        self.slots: dict[str, SweepTrial] = {}
+        self.joining: list[SweepTrial] = []
         # The number of rows with which it began; 0 before that.
         self.first = 0
         # True from the start of an epoch until its result is reported.
@@ -164,7 +136,7 @@ class ShapeArray:
 
     @property
     def round(self) -> int | None:
-        """The round that it trains next, counted as `TrialSlot.began`; None without trials."""
+        """The round that it trains next, counted as `SweepTrial.began`; None without trials."""
         return next((slot.began + slot.epochs for slot in self.slots.values()), None)
 
     @property
@@ -177,12 +149,13 @@ class ShapeArray:
         members = self.trial_count + more
         return Widths(self.first or members).of(members) if members else 0
 
-    def assign_slots(self, round_: int) -> Sequence[TrialModel]:
+    def assign_slots(self, round_: int) -> Sequence[SweepTrial]:
         """Give rows to waiting trials, and return them. Their first round is the array's next one, else ``round_``."""
         began = round_ if self.round is None else self.round
         new, self.joining, self.save = self.joining, [], ""
         self.first = self.first or len(new)
-        self.slots |= {member.tag: TrialSlot(member.number, member.suggestion, began) for member in new}
+        for trial in new:
+            trial.began, self.slots[trial.tag] = began, trial
         return new
 
 
@@ -204,7 +177,7 @@ class TrialPlacement:
         # The inputs of the first minibatch of each loader, and the seconds to read one, by id.
         self._inputs: dict[int, tuple[Any, float]] = {}
 
-    def shape(self, candidate: TrialModel) -> Shape:
+    def shape(self, candidate: SweepTrial) -> Shape:
         """Return the shape of an array that the trial can share, or a new shape. Raises PlanError if none fits it."""
         for shape in {id(array.shape): array.shape for array in self.arrays}.values():
             if shape.takes(candidate):
@@ -218,10 +191,12 @@ class TrialPlacement:
             # They would begin anew for each trial, and a fork cannot begin them.
             and not any(getattr(each, "num_workers", 0) for each in (loader, self._recipe.eval_loader))
         )
-        look = partial(self._footprint, candidate)
-        return Shape(candidate, look, minibatches(loader) if counted else 1, is_array=not loops)
+        # The candidate itself loses its model to a worker.
+        first = replace(candidate)
+        look = partial(self._footprint, first)
+        return Shape(first, look, minibatches(loader) if counted else 1, is_array=not loops)
 
-    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
+    def _footprint(self, first: SweepTrial, device: DeviceInfo) -> Footprint:
         choices = first.suggestion.choices
         loader = self._recipe.loaders.loader(choices.loader)
         if id(loader) not in self._inputs:
@@ -253,7 +228,7 @@ class TrialPlacement:
         """Return whether the maximum number of trials is training."""
         return sum(array.trial_count for array in self.arrays) >= self._concurrent()
 
-    def join(self, shape: Shape, candidate: TrialModel) -> bool:
+    def join(self, shape: Shape, candidate: SweepTrial) -> bool:
         """Let a trial wait for a row, on the device with memory whose round then ends first. Return whether it can."""
         shape_arrays = [array for array in self.arrays if array.shape is shape and not array.plain]
         choices = [array for array in shape_arrays if self._rests(array)]
@@ -271,20 +246,21 @@ class TrialPlacement:
         return False
 
     def open(self) -> list[ShapeArray]:
-        """Give waiting trials to workers in arrays, or plain, the longest first. Return the arrays that trials join."""
+        """Decide which waiting trials become arrays. Return what they join; plain trials last, the longest first."""
         plain: list[ShapeArray] = []
         for array in [array for array in self.arrays if not array.first and not array.plain]:
             if self._is_array(array):
-                self._workers.open(array.name, array.device)
                 continue
             self.arrays.remove(array)
             for member in array.joining:
                 plain.append(ShapeArray(member.tag.replace(" ", "-"), array.shape, array.device, plain=True))
                 plain[-1].joining = [member]
-        for array in sorted(plain, key=lambda array: (-self._epoch_seconds(array), array.joining[0].number)):
-            self.arrays.append(array)
-            self._workers.open(array.name, array.device, array.joining[0], self._epoch_seconds(array))
+        self.arrays += sorted(plain, key=lambda array: (-self._epoch_seconds(array), array.joining[0].number))
         return [array for array in self.arrays if array.joining]
+
+    def plain_seconds(self, array: ShapeArray) -> float | None:
+        """Return the estimated seconds of an epoch of a plain trial; None for an array."""
+        return self._epoch_seconds(array) if array.plain else None
 
     def _is_array(self, array: ShapeArray) -> bool:
         """Return whether waiting trials become an array, by estimates. Later trials of their shape then do so, too."""
@@ -298,9 +274,7 @@ class TrialPlacement:
             shape.is_array = shape.is_array and self._fits(array.device, self._on(array.device))
         return shape.is_array
 
-    def restored(
-        self, name: str, shape: Shape, slots: Sequence[TrialSlot], first: TrialModel, rows: int, *, plain: bool
-    ) -> ShapeArray:
+    def restored(self, name: str, shape: Shape, slots: Sequence[SweepTrial], rows: int, *, plain: bool) -> ShapeArray:
         """Place a saved array on the device whose round ends first, among those with memory for it if there are any.
 
         ``rows``: those with which it began.
@@ -311,7 +285,6 @@ class TrialPlacement:
         array.device = array.device if device is None else device
         shape.is_array = shape.is_array or not plain
         self.arrays.append(array)
-        self._workers.open(name, array.device, first if plain else None, self._epoch_seconds(array))
         return array
 
     def _device_for(self, array: ShapeArray) -> int | None:

@@ -27,7 +27,7 @@ from hfusion.tune.loaders import Loaders, batches_on, seeded
 from hfusion.tune.space import (
     ArrayChoices,
     MakeScheduler,
-    TrialModel,
+    SweepTrial,
     optimizer_with,
 )
 from hfusion.tune.study import check_plateaus, metric_values
@@ -68,6 +68,8 @@ class SweepRecipe:
 
 class TrialRows(ABC):
     """Trials that are trained together: those of an array, or a single one in plain torch.
+
+    Both also have the methods ``join``, ``leave``, ``save`` and ``restore``, which `SweepWorkers` calls by name.
 
     Args:
         stopping: returns whether to end an epoch immediately.
@@ -118,22 +120,6 @@ class TrialRows(ABC):
             check_plateaus(self._recipe.objectives, kinds)
 
     @abstractmethod
-    def join(self, new: Sequence[TrialModel]) -> None:
-        """Add trials."""
-
-    @abstractmethod
-    def leave(self, tag: str) -> nn.Module:
-        """Remove a trial, and return its model on the CPU."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> Path:
-        """Save all trials, and return the path of the save."""
-
-    @abstractmethod
-    def restore(self, saved: Path, members: Sequence[TrialModel]) -> None:
-        """Restore trials from a save."""
-
-    @abstractmethod
     def _members(self) -> dict[int, str]:
         """Return the tags of the trials by row."""
 
@@ -164,7 +150,8 @@ class TrialRows(ABC):
 class PlainTrial(TrialRows):
     """One trial in plain torch. Its optimizer is one of hf.optim, which takes less time than torch's fused ones."""
 
-    def join(self, new: Sequence[TrialModel]) -> None:
+    def join(self, new: Sequence[SweepTrial]) -> None:
+        """Begin with a trial."""
         (member,) = new
         suggestion, choices = member.suggestion, self._choices
         self._tag, self._model = member.tag, member.model
@@ -182,12 +169,14 @@ class PlainTrial(TrialRows):
         self._calls = self._epochs = 0
 
     def leave(self, tag: str) -> nn.Module:
+        """Return the model on the CPU."""
         self._model.zero_grad()
         for param in self._model.parameters():
             unmark(param)
         return self._model.cpu()
 
     def save(self, folder: Path) -> Path:
+        """Save the trial, and return the path of the save."""
         found: dict[str, Tensor] = {}
         state = {
             "tensors": dict(tensors(self._model)),
@@ -199,7 +188,8 @@ class PlainTrial(TrialRows):
         return files.write(folder, body, saved_tensors, step=self._epochs, keep=KEEP)
 
     @torch.no_grad()
-    def restore(self, saved: Path, members: Sequence[TrialModel]) -> None:
+    def restore(self, saved: Path, members: Sequence[SweepTrial]) -> None:
+        """Restore a trial from a save."""
         self.join(members)
         content = files.read(saved)
         self._epochs, state = content.body["epochs"], decode(content.body["trial"], content.tensors)
