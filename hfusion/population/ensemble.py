@@ -20,8 +20,8 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import call_arguments, is_stacked, take_entries
 from hfusion.core.layout import member_values, values_of
-from hfusion.population.evaluation import check_entries, joined_batches, number, pair_of
-from hfusion.population.plain_group import evaluating_model, of_row, with_row
+from hfusion.population.evaluation import check_entries, evaluating_model, joined_batches, number, pair_of, with_row
+from hfusion.population.plain_group import of_row
 from hfusion.population.population import Population
 from hfusion.population.training_group import copied_member
 from hfusion.population.weights import check_member_weights

@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import Ragged, StackedInput, call_arguments, entry_counts, is_stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.layout import Listed, member_values, same_value, values_of
-from hfusion.population.grouping import part
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -107,6 +106,9 @@ def _parted(
 ) -> list[TrainingGroup]:
     """Split a group, divide its earlier outputs among the new groups, and return these."""
     before, outputs_before = list(group.rows), outputs.pop(group.number)
+    # Imported late: a sweep of plain trials needs metrics, and no groups.
+    from hfusion.population.grouping import part
+
     parts = part(population, group, error)
     for new in parts:
         rows = [before.index(row) for row in new.rows]
@@ -244,3 +246,22 @@ def number(value: Any, source: str = "the metric", subject: str = "one member") 
     except (TypeError, ValueError, OverflowError) as error:
         shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
         raise ValueError(f"{source} must give a number for {subject}, got {shown}") from error
+
+
+@contextmanager
+def evaluating_model(model: nn.Module) -> Iterator[None]:
+    """Context manager: a model is in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def with_row(value: Any) -> Any:
+    """Return nested ``value`` with a leading dim of 1 added to every tensor."""
+    if isinstance(value, Tensor):
+        return value.unsqueeze(0)
+    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import chain
 from operator import is_
@@ -23,6 +23,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, is_per_member, mark, membership
 from hfusion.device.backend import active_autocast
+from hfusion.population.evaluation import evaluating_model, with_row
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.members import History
 from hfusion.population.training_group import TrainingGroup
@@ -194,22 +195,3 @@ def _is_shared(tensor: Tensor) -> bool:
 def of_row(value: Any) -> Any:
     """Return nested ``value`` with each stacked tensor replaced by its only row."""
     return pytree.tree_map(lambda leaf: row_of_leaf(leaf, 0), value, is_leaf=is_stacked)
-
-
-@contextmanager
-def evaluating_model(model: nn.Module) -> Iterator[None]:
-    """Context manager: a model is in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def with_row(value: Any) -> Any:
-    """Return nested ``value`` with a leading dim of 1 added to every tensor."""
-    if isinstance(value, Tensor):
-        return value.unsqueeze(0)
-    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)
