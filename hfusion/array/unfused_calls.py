@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
+from hfusion.array.variable_states import check_cached
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
@@ -37,6 +38,7 @@ from hfusion.torch_private.dispatch_modes import (
     outside_transforms,
     unwrapped,
 )
+from hfusion.torch_private.module_hooks import without_cached_parametrizations
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -102,8 +104,11 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str 
         specs.append(spec)
         return leaves
 
+    # torch caches weights by the model of which members are copies.
+    check_cached(fused._array.skeletons)
     try:
-        output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])
+        with without_cached_parametrizations():
+            output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])
         fused._loops[f"{fused._original}: loop over members: {why}"] = None
         return output
     finally:

@@ -54,8 +54,7 @@ class Situations:
         Raises:
             FusionError: an input carries a Python attribute that the code names; tensors of an array have none.
         """
-        if caches_parametrizations():
-            _check_cached(models)
+        check_cached(models)
         variables = self._variables
         if variables is None or self._models != models or not variables.is_unchanged():
             with tracing:
@@ -134,9 +133,9 @@ def _check_attributes(questions: Questions, arguments: Arguments) -> None:
             )
 
 
-def _check_cached(models: Sequence[nn.Module]) -> None:
+def check_cached(models: Sequence[nn.Module]) -> None:
     """Raise a FusionError if a parametrization has buffers that it would update at each use instead of once."""
-    for path, module in models[0].named_modules():
+    for path, module in models[0].named_modules() if caches_parametrizations() else ():
         if isinstance(module, parametrize.ParametrizationList):
             for part in module:
                 if part.training and not isinstance(part, Orthogonal) and any(True for _ in part.buffers()):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import hfusion as hf
 
@@ -188,3 +189,30 @@ def test_attributes_set_at_every_step(kind: str, compiled_step: bool) -> None:
     report = fused.report()
     assert len(report.parts) <= (1 if kind == "unread" else 4)
     assert ("changes often" in str(report)) == (kind not in ("unread", "flag", "curriculum"))
+
+
+class Counting(nn.Module):
+    """A layer with a parametrized weight, run as the members' own code since it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = parametrizations.weight_norm(nn.Linear(3, 3)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_members_have_their_own_weights_where_torch_caches_parametrizations(x: Tensor) -> None:
+    models = []
+    # torch takes the cached weights of a module for those of its deep copies.
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append([Counting().double() for _ in range(3)])
+    fused, alone = hf.fuse(models[0]), models[1]
+    for _ in range(3):
+        with parametrize.cached():
+            y = fused(x) + fused(2 * x)
+            expected = torch.stack([model(x) + model(2 * x) for model in alone])
+        torch.testing.assert_close(y, expected)
