@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -27,18 +27,6 @@ def is_better(value: float, best: float, mode: str, least: float) -> bool:
     if mode == "max":
         value, best = -value, -best
     return value + least < (math.inf if math.isnan(best) else best)
-
-
-class TaggedMembers(Protocol):
-    """The interface of a population that `Patience` uses."""
-
-    @property
-    def tags(self) -> Sequence[str | None]: ...
-
-    @property
-    def best(self) -> Any: ...
-
-    def __len__(self) -> int: ...
 
 
 class Patience:
@@ -75,7 +63,7 @@ class Patience:
         self._best: dict[str, float] = {}
         self._waited: dict[str, int] = {}
 
-    def __call__(self, population: TaggedMembers, metrics: Tensor | Sequence[float]) -> list[int]:
+    def __call__(self, population: Any, metrics: Tensor | Sequence[float]) -> list[int]:
         """The rows of members whose patience is over, given a metric ``[rows]``; NaN is no improvement."""
         values = numbers("metrics", metrics, len(population))
         if self.restore_best:

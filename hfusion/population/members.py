@@ -177,8 +177,11 @@ class GroupTable(MemberTable):
             self.drop("sum", "absent")
 
     @torch.no_grad()
-    def summed(self, params: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the columns of sums with the gradients of one more call. The table does not change."""
+    def summed(self, params: Iterable[tuple[str, Tensor]], *, last: bool = False) -> dict[str, Tensor]:
+        """Return the columns of sums with the gradients of one more call. The table does not change.
+
+        ``last``: whether the update of all members is complete, so that gradients may be written over.
+        """
         columns: dict[str, Tensor] = {}
         for name, param in params:
             total, absent = self.columns.get(f"sum/{name}"), self.columns.get(f"absent/{name}")
@@ -186,7 +189,7 @@ class GroupTable(MemberTable):
                 grad, missing = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
                 missing = torch.zeros(self.rows, dtype=torch.bool, device="cpu") if missing is None else missing.cpu()
                 # Cloned, since a replayed step writes its gradients to the same memory again.
-                total = grad.clone() if total is None else total + grad
+                total = grad.clone() if total is None else grad.add_(total) if last else grad + total
                 absent = missing if absent is None else absent & missing
             if total is not None and absent is not None:
                 columns |= {f"sum/{name}": total, f"absent/{name}": absent}
@@ -195,23 +198,26 @@ class GroupTable(MemberTable):
     @torch.no_grad()
     def hand_over(self, params: Iterable[tuple[str, Tensor]], sums: Mapping[str, Tensor], due: Tensor) -> None:
         """Write ``sums`` of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and 0 for others."""
+        anybody, everybody = bool(due.any()), bool(due.all())
         for name, param in params:
             param.grad = None
-            if f"sum/{name}" not in sums or not bool(due.any()):
+            if not anybody or f"sum/{name}" not in sums:
                 continue
             total, absent = sums[f"sum/{name}"], sums[f"absent/{name}"]
             if membership_of(param).standalone:
                 param.grad = None if bool(absent) else total[0]
                 continue
-            param.grad = total if bool(due.all()) else total.clone()
-            param.grad[~due.to(total.device)] = 0
+            param.grad = total if everybody else total.clone()
+            if not everybody:
+                param.grad[~due.to(total.device)] = 0
             mark_absent(param.grad, absent | ~due)
 
     def count(self, done: Tensor, sums: Mapping[str, Tensor]) -> None:
         """Note that a call was made: ``done`` replaces the column, and sums stay of members amid an update."""
         self["done"] = done
-        self.columns |= sums
-        self.clear_updates((done == 0).nonzero().reshape(-1).tolist())
+        if self.underway:
+            self.columns |= sums
+        self.clear_updates((done == 0).nonzero().reshape(-1).tolist() if self.underway else ())
 
 
 def written_rows(module: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from hfusion.array.fuse import fuse
 from hfusion.array.member_functions import MemberFunction, as_each
 from hfusion.array.module import FusedModule
-from hfusion.checkpoint.save import Root
+from hfusion.checkpoint import files
+from hfusion.checkpoint.save import Root, in_thread
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.exclusive import FairLock
@@ -44,7 +45,7 @@ from hfusion.population.loss_weights import check_keyword, check_weights, rows_o
 from hfusion.population.member_workers import MemberWorkers
 from hfusion.population.members import Event, EventKind, History, Models, key_of, listed, new_names
 from hfusion.population.plain_group import group_of
-from hfusion.population.saving import load, save
+from hfusion.population.saving import gathered, load
 from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import BestMembers, average
 from hfusion.step.compile_mode import Compile
@@ -611,7 +612,19 @@ class Population:
         With ``wait=False`` this copies the state, and a background thread writes it; ``result()`` of the returned
         future is the folder, or raises; an error is also a warning. A save waits for the previous one.
         """
-        return save(self, directory, loader, extra, keep, score, wait)
+        keep, score = files.checked(keep, score)
+        if self._saving is not None:
+            # One save at a time.
+            self._saving.exception()
+        with self._lock:
+            writer, steps = gathered(self, loader, extra), self.steps
+        write = partial(files.write, directory, writer.body, writer.tensors, step=steps, keep=keep, score=score)
+        if wait:
+            saving: Future[Path] = Future()
+            saving.set_result(write())
+            return saving
+        self._saving = in_thread(write)
+        return self._saving
 
     @classmethod
     def load(

@@ -5,19 +5,15 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import GROUPS, OWN, SaveReader
-from hfusion.checkpoint.save import Root, SaveWriter, gather, groups_of, in_thread, saves_of, writing
+from hfusion.checkpoint.save import Root, SaveWriter, gather, groups_of, saves_of, writing
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
@@ -30,25 +26,6 @@ from hfusion.population.training_group import TrainingGroup
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
-
-
-def save(
-    population: Population, root: Root, loader: Any, extra: Any, keep: int, score: float | None, wait: bool
-) -> Future[Path]:
-    """Save a population in a new folder under ``root``; see `hfusion.Population.save`."""
-    keep, score = files.checked(keep, score)
-    if population._saving is not None:
-        # One save at a time.
-        population._saving.exception()
-    with population._lock:
-        writer, steps = gathered(population, loader, extra), population.steps
-    write = partial(files.write, root, writer.body, writer.tensors, step=steps, keep=keep, score=score)
-    if wait:
-        saving: Future[Path] = Future()
-        saving.set_result(write())
-        return saving
-    population._saving = saving = in_thread(write)
-    return saving
 
 
 def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:

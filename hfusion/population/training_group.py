@@ -331,7 +331,8 @@ class TrainingGroup:
             self._finish(losses, None, table["done"], {})
             return
         done = (table["done"] + 1).masked_fill(~table["alive"] | table["frozen"], 0)
-        self._finish(losses, done == table["accumulate"], done, table.summed(self.named_parameters()))
+        due = done == table["accumulate"]
+        self._finish(losses, due, done, table.summed(self.named_parameters(), last=bool(due.all())))
 
     def flush(self) -> bool:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
@@ -566,6 +567,8 @@ def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> b
     """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
     devices or layouts, or if squares overflow.
     """
+    if not grads:
+        return bool(losses.detach().isfinite().all())
     checked_tensors = [*grads, losses]
     # Several threads check more elements than this faster.
     if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(checked_tensors)) is not None:
