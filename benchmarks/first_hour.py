@@ -405,18 +405,9 @@ def classes_loop() -> Numbers:
 
 def classes_fused() -> Numbers:
     batches, optimizer = class_batches(), partial(hf.optim.Adam, lr=RATES)
-    tasks = [
-        hf.Task(
-            [seeded(make, seed) for seed in range(8)],
-            F.cross_entropy,
-            optimizer,
-            batches,
-            epochs=CLASS_EPOCHS,
-            name=name,
-        )
-        for name, make in CLASSES.items()
-    ]
-    report = hf.train(tasks)
+    models = {name: [seeded(make, seed) for seed in range(8)] for name, make in CLASSES.items()}
+    options = {"optimizer": optimizer, "loader": batches, "epochs": CLASS_EPOCHS}
+    report = hf.train([hf.Task(models[name], loss=F.cross_entropy, name=name, **options) for name in models])
     return [loss for name in CLASSES for loss in report[name].losses[-1].tolist()]
 
 

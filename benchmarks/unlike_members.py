@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 
 import torch
@@ -26,87 +27,76 @@ def _model(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-def _loop(widths, samples: int) -> Callable[[int], None]:
-    """Start plain torch, one model after another, with torch's fused optimizer."""
+def _loop(widths, samples: int) -> Callable[[], None]:
+    """Start plain torch, one model after another, with torch's fused optimizer. Return its step."""
     models = [_model(width) for width in widths]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in models]
     x, y = torch.randn(samples, INPUTS), torch.randint(10, (samples,))
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+    def step() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
 
-    return run
+    return step
 
 
-def _population(widths, samples: int, **options) -> Callable[[int], None]:
+def _population(widths, samples: int, **options) -> Callable[[], object]:
     models = [_model(width) for width in widths]
     make = lambda params: hf.optim.AdamW(params, lr=1e-3)  # noqa: E731
     pop = hf.Population(models, optimizer=make, loss=F.cross_entropy, **options)
-    x, y = torch.randn(samples, INPUTS), torch.randint(10, (samples,))
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            pop.step(x, y)
-
-    return run
+    return partial(pop.step, torch.randn(samples, INPUTS), torch.randint(10, (samples,)))
 
 
 def _serve(pipe, widths, samples: int) -> None:
     torch.set_num_threads(1)
-    run = _loop(widths, samples)
-    while steps := pipe.recv():
-        run(steps)
+    step = _loop(widths, samples)
+    while pipe.recv():
+        step()
         pipe.send(None)
 
 
-def _processes(widths, samples: int) -> Callable[[int], None]:
-    """Start processes that each step a share of the models by a plain loop; no steps end them."""
+@contextmanager
+def _processes(widths, samples: int) -> Iterator[Callable[[], None]]:
+    """Context manager: the step of processes that each run a share of the models by a plain loop."""
     context, count = multiprocessing.get_context("spawn"), multiprocessing.cpu_count()
     pipes = [context.Pipe() for _ in range(count)]
     for index, (_, end) in enumerate(pipes):
         context.Process(target=_serve, args=(end, widths[index::count], samples), daemon=True).start()
 
-    def run(steps: int) -> None:
+    def step() -> None:
         for pipe, _ in pipes:
-            pipe.send(steps)
-        for pipe, _ in pipes if steps else []:
+            pipe.send(True)
+        for pipe, _ in pipes:
             pipe.recv()
 
-    return run
+    yield step
+    for pipe, _ in pipes:
+        pipe.send(False)
 
 
-def measure(members: int, samples: int, steps: int, repeats: int) -> Iterator[Row]:
+def measure(members: int, samples: int, slot: float, repeats: int) -> Iterator[Row]:
     """Yield the milliseconds of a step of all members by each contender: medians of interleaved repeats."""
     widths = [16 + 4 * member for member in range(members)]
-    contenders = {
-        "loop": _loop(widths, samples),
-        "loop, a process for each core": _processes(widths, samples),
-        "hf.Population, one process": _population(widths, samples, processes=1),
-        "hf.Population": _population(widths, samples),
-    }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        run(max(30, steps))
-    for _ in range(repeats):
-        for name, run in contenders.items():
-            began = time.perf_counter()
-            run(steps)
-            times[name].append(1e3 * (time.perf_counter() - began) / steps)
-    contenders["loop, a process for each core"](0)
+    with _processes(widths, samples) as processes:
+        contenders = {
+            "loop": _loop(widths, samples),
+            "loop, a process for each core": processes,
+            "hf.Population, one process": _population(widths, samples, processes=1),
+            "hf.Population": _population(widths, samples),
+        }
+        times = harness.interleave(contenders, repeats, slot, harness.CPU)
     for name, values in times.items():
-        speedup = harness.speedup(times["loop"], values)
-        yield {"members": members, "samples": samples, "contender": name, "ms": median(values), "speedup": speedup}
+        head = {"members": members, "samples": samples, "contender": name}
+        yield head | {"ms": 1e3 * median(values), "speedup": harness.speedup(times["loop"], values)}
 
 
 def run(options) -> Iterator[Row]:
     for members in options.members or ((4,) if options.quick else (4, 12, 36)):
         for samples in (32, 128):
             harness.say(f"{members} members, {samples} samples")
-            yield from measure(members, samples, 2 if options.quick else 40, options.repeats or 7)
+            yield from measure(members, samples, 0.02 if options.quick else 0.5, options.repeats or 7)
 
 
 def table(rows):

@@ -23,8 +23,7 @@ from hfusion.core.calls import stacked
 from hfusion.device.backend import draws_kept, seed_in_use
 from hfusion.optim import AdamW
 from hfusion.population.weights import member_tensors
-from hfusion.step.compile_mode import Compile
-from hfusion.step.train_step import train_step
+from hfusion.step.train_step import Compile, train_step
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin, is_classifier

@@ -6,7 +6,7 @@ must have the shape, dtype and layout that its node records, and every view must
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
 
     An input is written to by ``copy_``.
     """
-    _lint(graph)
+    check_links(graph)
     for node in graph.nodes:
         _need(node.op in ("placeholder", "call_function", "output"), node, f"is {node.op}, not a call")
         if node.op != "output":
@@ -65,7 +65,7 @@ def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
 def check_array(module: fx.GraphModule, members: int) -> None:
     """The graph of an array as `hfusion.passes.batch` writes it."""
     graph = module.graph
-    _lint(graph)
+    check_links(graph)
     for node in graph.nodes:
         _need(node.op in ("placeholder", "call_function", "output"), node, f"is {node.op}, not a call")
         if node.op == "output":
@@ -83,26 +83,8 @@ def check_array(module: fx.GraphModule, members: int) -> None:
         _Fake(module, members).run(*_inputs(graph, members))
 
 
-def check_rewritten(before: fx.Graph, after: fx.Graph) -> None:
-    """A graph of ATen operators with ``meta["val"]``, rewritten: the same inputs, outputs of the same shapes."""
-    _lint(after)
-    for node in after.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload) and node.users:
-            _need("val" in node.meta, node, "has no example of its value")
-    kinds = [[_describe(node.meta.get("val")) for node in g.nodes if node.op == "placeholder"] for g in (before, after)]
-    if kinds[0] != kinds[1]:
-        raise BrokenProgram(f"it takes {kinds[1]}, before {kinds[0]}")
-    results = [[_describe(node.meta.get("val")) for node in _results(graph)] for graph in (before, after)]
-    if results[0] != results[1]:
-        raise BrokenProgram(f"it gives {results[1]}, before {results[0]}")
-
-
-def _results(graph: fx.Graph) -> Sequence[fx.Node]:
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    return list(leaves(output.args, fx.Node))
-
-
-def _lint(graph: fx.Graph) -> None:
+def check_links(graph: fx.Graph) -> None:
+    """Any graph: its nodes take values of earlier nodes, and call what exists."""
     try:
         graph.lint()
     except RuntimeError as error:

@@ -8,7 +8,7 @@ parameters, which autograd does not see: later reads of the parameter read its m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -227,16 +227,30 @@ def _functional_target(node: fx.Node) -> OpOverload:
     space, name = target._schema.name.split("::")
     plain = "" if space != "aten" else BITWISE.get(name, name[:-1] if name.endswith("_") else "")
     packet = getattr(aten, plain, None) if plain else None
-    for overload in packet.overloads() if packet is not None else ():
+    found = None if packet is None else _without_writes(packet, target._schema.arguments)
+    if found is None:
+        raise FusionError(f"{location(node)}: {target} has no functional form; write it without in-place")
+    return found[0]
+
+
+def _without_writes(packet: Any, arguments: Sequence[Any]) -> tuple[OpOverload, list[str]] | None:
+    """Return the overload of ``packet`` that takes ``arguments`` and writes to none, and the names of those it adds.
+
+    Those it adds have defaults. The first argument, the tensor that is written to in place, has no fixed name.
+    """
+
+    def types(schema_arguments: Sequence[Any]) -> list[tuple[str, str]]:
+        return [(a.name if k else "", str(a.type)) for k, a in enumerate(schema_arguments)]
+
+    found: list[tuple[OpOverload, list[str]]] = []
+    for overload in packet.overloads():
         candidate: OpOverload = getattr(packet, overload)
-        if _parameters(candidate) == _parameters(target) and not candidate._schema.is_mutable:
-            return candidate
-    raise FusionError(f"{location(node)}: {target} has no functional form; write it without in-place")
-
-
-def _parameters(target: OpOverload) -> list[tuple[str, str]]:
-    """Return name and type of each argument; the first, the written tensor, has no fixed name and gets ``""``."""
-    return [(a.name if k else "", str(a.type)) for k, a in enumerate(target._schema.arguments)]
+        taken = candidate._schema.arguments
+        extra = taken[len(arguments) :]
+        alike = types(taken[: len(arguments)]) == types(arguments) and all(a.has_default_value() for a in extra)
+        if alike and not candidate._schema.is_mutable:
+            found.append((candidate, [a.name for a in extra]))
+    return min(found, key=lambda pair: len(pair[1]), default=None)
 
 
 def _used_later(state: Rewriting, view: fx.Node, write: fx.Node) -> bool:
@@ -404,7 +418,11 @@ def without_out(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]
         FusionError: the operator has no form without ``out=``, or its results have other shapes than the tensors.
     """
     names = out_arguments(node.target)
-    functional, extra = _functional(node, names)
+    target: Any = node.target
+    found = _without_writes(target.overloadpacket, [a for a in target._schema.arguments if a.name not in names])
+    if found is None:
+        raise FusionError(f"{location(node)}: {target} has no form without out=; use its result")
+    functional, extra = found
     kwargs = {name: value for name, value in node.kwargs.items() if name not in names}
     tensors: list[fx.Node] = [node.kwargs[name] for name in names]  # type: ignore[misc]
     example = tensors[0].meta["val"]
@@ -420,21 +438,6 @@ def without_out(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]
                 f"{tuple(result.shape)}, or use the result"
             )
     return call, tensors
-
-
-def _functional(node: fx.Node, names: list[str]) -> tuple[OpOverload, list[str]]:
-    """The form without ``out=``, and the names of the arguments that only it has."""
-    target = node.target
-    assert isinstance(target, OpOverload)
-    arguments = [(a.name, str(a.type)) for a in target._schema.arguments if a.name not in names]
-    packet = target.overloadpacket
-    for overload in packet.overloads():
-        candidate: OpOverload = getattr(packet, overload)
-        extra = candidate._schema.arguments[len(arguments) :]
-        alike = [(a.name, str(a.type)) for a in candidate._schema.arguments[: len(arguments)]] == arguments
-        if alike and not candidate._schema.is_mutable and all(a.has_default_value() for a in extra):
-            return candidate, [a.name for a in extra]
-    raise FusionError(f"{location(node)}: {target} has no form without out=; use its result")
 
 
 # Calls that run the members' own code, as one operator of a graph.

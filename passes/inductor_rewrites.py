@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,24 @@ from hfusion.passes.views import IDENTITY
 from hfusion.torch_private.dispatch_modes import FakeTensor
 
 aten = torch.ops.aten
+
+Env: TypeAlias = dict[fx.Node, fx.Node]
+"""The nodes of a new graph by those that they were made of."""
+
+
+def _rewritten(module: fx.GraphModule, replaced: Callable[[fx.Graph, fx.Node, Env], fx.Node | None]) -> fx.GraphModule:
+    """Return a copy of ``module`` with each node replaced by what ``replaced`` gives for it, if it gives a node."""
+    graph, env = fx.Graph(), Env()
+    for node in module.graph.nodes:
+        new = replaced(graph, node, env)
+        if new is None:
+            new = graph.node_copy(node, env.__getitem__)
+        elif not new.meta:
+            new.meta.update(node.meta)
+        env[node] = new
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
 
 # Pointwise operators in the memory order of their operands, for a compiler that computes in the order of the dims.
 #
@@ -118,28 +136,27 @@ _PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
 
 def transpose_products(module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite ``module``, an ATen graph with fake tensors in ``meta["val"]``; values stay the same up to rounding."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
 
-    def transposed(node: fx.Node) -> fx.Node:
-        if _transposes(node):
-            return env[node.all_input_nodes[0]]
-        transpose = graph.call_function(aten.transpose.int, (env[node], -2, -1))
-        transpose.meta["val"] = node.meta["val"].mT
-        return transpose
+    def replaced(graph: fx.Graph, node: fx.Node, env: Env) -> fx.Node | None:
+        def transposed(factor: Any) -> fx.Node:
+            if _transposes(factor):
+                return env[factor.all_input_nodes[0]]
+            transpose = graph.call_function(aten.transpose.int, (env[factor], -2, -1))
+            transpose.meta["val"] = factor.meta["val"].mT
+            return transpose
 
-    for node in module.graph.nodes:
-        product = _product(node)
+        product: Any = _product(node)
         if product is None:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        else:
-            first, second = (factor for factor in product.args if isinstance(factor, fx.Node))
-            target: Any = product.target
-            env[node] = graph.call_function(target, (transposed(second), transposed(first)))
-            env[node].meta["val"] = _in_order(_val(node))
-    graph.eliminate_dead_code()
-    graph.lint()
-    return fx.GraphModule(module, graph)
+            return None
+        first, second = product.args
+        new = graph.call_function(product.target, (transposed(second), transposed(first)))
+        new.meta["val"] = _in_order(_val(node))
+        return new
+
+    rewritten = _rewritten(module, replaced)
+    rewritten.graph.eliminate_dead_code()
+    rewritten.recompile()
+    return rewritten
 
 
 def _product(node: fx.Node) -> fx.Node | None:
@@ -194,17 +211,14 @@ _ZEROS = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.
 
 def onehot(module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite ``module``, an ATen graph with fake tensors in ``meta["val"]``; values stay the same, bit for bit."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if _one_per_row(node):
-            _, dim, index, source = node.args
-            env[node] = graph.call_function(chosen, (env[index], env[source], node.meta["val"].shape[dim], dim))
-            env[node].meta.update(node.meta)
-        else:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.lint()
-    return fx.GraphModule(module, graph)
+
+    def replaced(graph: fx.Graph, node: fx.Node, env: Env) -> fx.Node | None:
+        if not _one_per_row(node):
+            return None
+        _, dim, index, source = node.args
+        return graph.call_function(chosen, (env[index], env[source], node.meta["val"].shape[dim], dim))  # type: ignore[index]
+
+    return _rewritten(module, replaced)
 
 
 def chosen(index: Tensor, source: Tensor, size: int, dim: int) -> Tensor:
@@ -243,18 +257,15 @@ MAX_ELEMENTS = 256
 
 def inline_constants(module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite ``module``, an ATen graph with fake tensors in ``meta["val"]``; values stay the same, bit for bit."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
+
+    def replaced(graph: fx.Graph, node: fx.Node, env: Env) -> fx.Node | None:
         held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-        if _small(held):
-            assert isinstance(held, Tensor)
-            env[node] = graph.call_function(written_out, (held.flatten().tolist(), list(held.shape), held.dtype))
-            env[node].meta.update(node.meta)
-        else:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.lint()
-    return fx.GraphModule(module, graph)
+        if not _small(held):
+            return None
+        assert isinstance(held, Tensor)
+        return graph.call_function(written_out, (held.flatten().tolist(), list(held.shape), held.dtype))
+
+    return _rewritten(module, replaced)
 
 
 def written_out(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -277,23 +288,56 @@ def _small(held: object) -> bool:
 
 def batch_member_loops(module: fx.GraphModule) -> fx.GraphModule:
     """``module``, a program's, with its loops in BATCHED replaced; the same values up to rounding."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.target in BATCHED:
-            env[node] = graph.call_function(BATCHED[node.target], fx.map_arg(node.args, lambda n: env[_stacked(n)]))
-            env[node].meta.update(node.meta)
-        elif node.target is not stacked_to_listed or not all(user.target in BATCHED for user in node.users):
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+
+    def replaced(graph: fx.Graph, node: fx.Node, env: Env) -> fx.Node | None:
+        if node.target is stacked_to_listed and all(user.target in BATCHED for user in node.users):
+            return env[node.all_input_nodes[0]]
+        if node.target not in BATCHED:
+            return None
+        return graph.call_function(BATCHED[node.target], fx.map_arg(node.args, env.__getitem__))
+
+    return _rewritten(module, replaced)
 
 
-def _stacked(node: fx.Node) -> fx.Node:
-    """The stacked value that ``node`` is a list of, or itself."""
-    source = node.args[0] if node.target is stacked_to_listed else node
-    assert isinstance(source, fx.Node)
-    return source
+# Copies of tensors before values are scattered into them that are views of the same tensor.
+#
+# If the tensor is not used later, Inductor scatters in place and overwrites values that it has yet to read. This was
+# seen with ``index_put`` of torch 2.13, into which ``index_add`` decomposes.
+
+# Operators whose first argument is the tensor that they put values into.
+_PUT_INTO = frozenset(
+    {
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
+)
+
+
+def copy_overlapping_writes(graph: fx.Graph) -> None:
+    """Let scatters of ``graph`` whose operands overlap write into a copy. Inductor's last graph is to be passed."""
+    for node in list(graph.nodes):
+        if node.target in _PUT_INTO and _overlaps(node):
+            with graph.inserting_before(node):
+                copy = graph.call_function(aten.clone.default, (node.args[0],))
+            copy.meta["val"] = node.args[0].meta["val"].clone()
+            node.args = (copy, *node.args[1:])
+
+
+def _overlaps(node: fx.Node) -> bool:
+    """Return whether the tensor that an operator writes into shares its storage with another operand."""
+    target = _memory(node.args[0])
+    others: list[Any] = []
+    fx.node.map_arg((node.args[1:], node.kwargs), others.append)
+    return target is not None and any(_memory(other) == target for other in others)
+
+
+def _memory(node: Any) -> int | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 # Decompositions of operators for which a compiler of whole graphs then generates better code.

@@ -68,14 +68,10 @@ class SampledCall:
         chosen = [self.arguments[name] for name in names] if names else dict(self.arguments)
         return [node for node in leaves(chosen, fx.Node) if contains(node.meta.get("val"), Tensor)]
 
-    def holds(self, node: fx.Node) -> bool:
-        """Return whether the first dim of an operand is that of samples."""
-        return self.where[node] == 0
-
-    def only(self, *names: str) -> int:
+    def rank(self, *names: str) -> int:
         """Check that the arguments ``names`` hold samples, and no other does. Return the rank of the first."""
         chosen = self.tensors(*names)
-        check(bool(chosen) and all(map(self.holds, chosen)), "operands hold samples in different dims")
+        check(bool(chosen) and all(self.where[node] == 0 for node in chosen), "operands hold samples in different dims")
         others = [node for node in self.tensors() if node not in chosen and self.where[node] is not None]
         check(not others, "weights are computed from samples")
         return len(_shape(chosen[0]))
@@ -94,66 +90,41 @@ def _meet(call: SampledCall, operands: Collection[fx.Node]) -> None:
     for node in operands:
         shape = _shape(node)
         if call.where[node] is not None:
-            check(call.holds(node) and len(shape) == rank, "operands hold samples in different dims")
+            check(call.where[node] == 0 and len(shape) == rank, "operands hold samples in different dims")
         else:
             check(len(shape) < rank or shape[0] == 1, "a value of a fixed number of rows meets the samples")
 
 
-def rows(name: str, least: int = 1, **required: Any) -> Rule:
-    """Return a rule for an operator that computes each element of the first dim of the argument ``name`` by itself.
+def rows(*names: str, least: int = 1, **required: Any) -> Rule:
+    """Return a rule for an operator that computes each row of the arguments ``names``, or works along other dims.
 
     Args:
-        least: the least number of dims of that argument.
+        least: the least number of dims of the first of them.
         required: arguments that must have these values.
     """
 
     def rule(call: SampledCall) -> None:
-        check(call.only(name) >= least, "its input has no dim of samples")
-        wrong = next((key for key, value in required.items() if call.arguments[key] != value), None)
-        check(wrong is None, f"its {wrong} is {call.arguments.get(wrong or '')!r}")
+        rank, arguments = call.rank(*names), call.arguments
+        check(rank >= least, "its input has no dim of samples")
+        wrong = next((key for key, value in required.items() if arguments[key] != value), None)
+        check(wrong is None, f"its {wrong} is {arguments.get(wrong or '')!r}")
+        for name in {"dim", "dims", "dim0", "dim1"}.intersection(arguments):
+            dims = [arguments[name]] if isinstance(arguments[name], int) else arguments[name]
+            check(bool(dims), "it works along all dims")
+            check(0 not in [dim % max(rank, len(call.result)) for dim in dims], "it works along samples")
 
     return rule
-
-
-def along(*names: str) -> Rule:
-    """Return a rule for an operator that works along the dims of its argument ``dim`` or ``dims``."""
-
-    def rule(call: SampledCall) -> None:
-        rank = call.only(*names)
-        dims = call.arguments["dim" if "dim" in call.arguments else "dims"]
-        check(dims is not None and dims != [], "it works along all dims")
-        check(0 not in [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)], "it works along samples")
-
-    return rule
-
-
-def stack(call: SampledCall) -> None:
-    check(call.only("tensors") >= 0 and call.arguments["dim"] % len(call.result) != 0, "it works along samples")
-
-
-def unsqueeze(call: SampledCall) -> None:
-    check(call.arguments["dim"] % (call.only("self") + 1) != 0, "it moves the samples")
 
 
 def permute(call: SampledCall) -> None:
-    rank = call.only("self")
-    if "dims" in call.arguments:
-        check(call.arguments["dims"][0] % rank == 0, "it moves the samples")
-    else:
-        check(0 not in (call.arguments["dim0"] % rank, call.arguments["dim1"] % rank), "it moves the samples")
+    check(call.arguments["dims"][0] % call.rank("self") == 0, "it moves the samples")
 
 
-def without_draws(call: SampledCall) -> None:
-    call.only("input")
-    check(not call.arguments["train"] or call.arguments["p"] == 0, "it draws random numbers")
-
-
-def within(argument: str, per_dim: int = 1) -> Rule:
+def within(name: str, argument: str, per_dim: int = 1) -> Rule:
     """Return a rule for an operator within the last dims: one for each ``per_dim`` entries of ``argument``."""
 
     def rule(call: SampledCall) -> None:
-        rank = call.only("input" if "input" in call.arguments else "self")
-        check(rank > len(call.arguments[argument]) // per_dim, "it works along samples")
+        check(call.rank(name) > len(call.arguments[argument]) // per_dim, "it works along samples")
 
     return rule
 
@@ -164,7 +135,7 @@ def matmul(call: SampledCall) -> None:
     others = [node for node in call.tensors() if node not in (left, right)]
     check(all(call.where[node] is None for node in others), "its bias holds samples")
     ranks = len(_shape(left)), len(_shape(right))
-    if call.holds(left) and call.where[right] is None and ranks[1] <= 2 <= ranks[0]:
+    if call.where[left] == 0 and call.where[right] is None and ranks[1] <= 2 <= ranks[0]:
         return
     check(min(ranks) >= 2 and max(ranks) >= 3, "it sums over samples, or multiplies samples with each other")
     _meet(call, (left, right))
@@ -172,13 +143,13 @@ def matmul(call: SampledCall) -> None:
 
 def reshape(call: SampledCall) -> None:
     """Elements keep their order, so that a first dim of the same size holds the samples as before."""
-    call.only("self")
+    call.rank("self")
     check(bool(call.result) and call.result[0] in call.symbols, "it moves or merges the samples")
 
 
 def part(call: SampledCall) -> None:
     """A slice; of samples only one that takes all in their order."""
-    rank, arguments = call.only("self"), call.arguments
+    rank, arguments = call.rank("self"), call.arguments
     whole = arguments["start"] in (None, 0) and arguments["step"] == 1 and call.result == _shape(arguments["self"])
     check(arguments["dim"] % rank != 0 or whole, "it picks samples")
 
@@ -195,7 +166,7 @@ def attention(call: SampledCall) -> None:
     operands = call.tensors("query", "key", "value")
     check(call.arguments["dropout_p"] == 0, "it draws random numbers")
     check({len(_shape(node)) for node in operands} <= {3, 4}, "it attends to other samples")
-    check(all(map(call.holds, operands)), "it attends to other samples")
+    check(all(call.where[node] == 0 for node in operands), "it attends to other samples")
     _meet(call, call.tensors())
 
 
@@ -204,7 +175,7 @@ def recurrent(call: SampledCall) -> None:
     check(
         not arguments["train"] or arguments["dropout"] == 0 or arguments["num_layers"] == 1, "it draws random numbers"
     )
-    check(bool(arguments["batch_first"]) and call.holds(arguments["input"]), "its steps are samples")
+    check(bool(arguments["batch_first"]) and call.where[arguments["input"]] == 0, "its steps are samples")
     check(all(call.where[state] == 1 for state in call.tensors("hx")), "its state holds no samples")
     check(all(call.where[node] is None for node in call.tensors("params")), "weights are computed from samples")
 
@@ -218,37 +189,34 @@ def _pointwise() -> Iterator[OpOverload]:
 
 
 _NAMES: tuple[tuple[Rule, str], ...] = (
-    (rows("self"), "zeros_like ones_like full_like"),
-    (without_draws, "dropout feature_dropout alpha_dropout"),
-    (rows("self", 2), "prelu"),
-    (rows("input", 2), "linear"),
+    (rows("self"), "zeros_like ones_like full_like unsqueeze transpose.int"),
+    (rows("self"), "softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod flip roll sort topk"),
+    (rows("self"), "split.Tensor split_with_sizes chunk squeeze.dim squeeze.dims select.int unbind.int"),
+    (rows("self"), "sum.dim_IntList mean.dim amax amin max.dim min.dim argmax argmin prod.dim_int any.dim all.dim"),
+    (rows("self"), "logsumexp var.correction var.dim std.correction std.dim median.dim linalg_vector_norm"),
+    (rows("self", "index"), "gather.default"),
+    (rows("tensors"), "cat.default stack"),
+    (rows("input", train=False), "dropout feature_dropout alpha_dropout"),
+    (rows("self", least=2), "prelu"),
+    (rows("self", least=3), "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d max_pool1d_with_indices"),
+    (rows("self", least=4), "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices"),
+    (rows("self", least=5), "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices"),
+    (rows("self", least=3), "upsample_nearest1d upsample_nearest2d upsample_linear1d upsample_bilinear2d triu tril"),
+    (rows("self", least=4), "pixel_shuffle pixel_unshuffle"),
+    (rows("input", least=2), "linear group_norm"),
+    (rows("input", least=3), "conv1d conv_transpose1d"),
+    (rows("input", least=4), "conv2d conv_transpose2d"),
+    (rows("input", least=5), "conv3d conv_transpose3d"),
+    (rows("input", least=2, training=False), "batch_norm"),
+    (rows("input", least=3, running_mean=None), "instance_norm"),
+    (rows("indices", scale_grad_by_freq=False), "embedding"),
+    (within("input", "normalized_shape"), "layer_norm rms_norm"),
+    (within("self", "pad", 2), "constant_pad_nd pad"),
     (matmul, "matmul mm bmm addmm baddbmm"),
-    (rows("input", 3), "conv1d conv_transpose1d"),
-    (rows("input", 4), "conv2d conv_transpose2d"),
-    (rows("input", 5), "conv3d conv_transpose3d"),
-    (rows("self", 3), "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d max_pool1d_with_indices"),
-    (rows("self", 4), "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices"),
-    (rows("self", 5), "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices"),
-    (rows("input", 2, training=False), "batch_norm"),
-    (rows("input", 3, running_mean=None), "instance_norm"),
-    (rows("input", 2), "group_norm"),
-    (rows("self", 3), "upsample_nearest1d upsample_nearest2d upsample_linear1d upsample_bilinear2d triu tril"),
-    (rows("self", 4), "pixel_shuffle pixel_unshuffle"),
-    (within("normalized_shape"), "layer_norm rms_norm"),
-    (within("pad", 2), "constant_pad_nd pad"),
-    (along("self"), "softmax.int log_softmax.int _softmax _log_softmax cumsum cumprod flip roll sort topk"),
-    (along("self"), "split.Tensor split_with_sizes chunk squeeze.dim squeeze.dims select.int unbind.int"),
-    (along("self"), "sum.dim_IntList mean.dim amax amin max.dim min.dim argmax argmin prod.dim_int any.dim all.dim"),
-    (along("self"), "logsumexp var.correction var.dim std.correction std.dim median.dim linalg_vector_norm"),
-    (along("self", "index"), "gather.default"),
-    (along("tensors"), "cat.default"),
-    (stack, "stack"),
-    (unsqueeze, "unsqueeze"),
-    (permute, "transpose.int permute"),
+    (permute, "permute"),
     (reshape, "view.default reshape _unsafe_view flatten.using_ints unflatten.int"),
     (part, "slice.Tensor"),
     (constant, "zeros.default ones.default full.default new_zeros new_ones new_full expand"),
-    (rows("indices", scale_grad_by_freq=False), "embedding"),
     (attention, "scaled_dot_product_attention"),
     (recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
 )

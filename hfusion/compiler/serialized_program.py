@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
         "members": program.members,
         "training": program.training,
         "graph": write_graph(graph),
-        "inputs": [_write_example(node.meta.get("val"), names) for node in graph.find_nodes(op="placeholder")],
+        "inputs": [write_example(node.meta.get("val"), names) for node in graph.find_nodes(op="placeholder")],
         "choices": [chosen.get(node) for node in graph.nodes],
         "slots": [[slot.kind.value, slot.name] for slot in program.slots],
         "layouts": [layout.value for layout in program.layouts],
@@ -77,7 +76,7 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     return Compiled(program, graph, dict(constants), (), guards, written["modes"])
 
 
-def _write_example(value: Any, names: dict[str, str]) -> Any:
+def write_example(value: Any, names: dict[str, str]) -> Any:
     """Return an example without its values. Dynamic sizes are pairs (name, hint); new names are added to ``names``."""
     if not isinstance(value, Tensor):
         return write_value(value, {})
@@ -106,33 +105,28 @@ def _write_size(size: Any, names: dict[str, str]) -> Any:
     return [names.setdefault(name, f"n{len(names)}"), int(size.node.hint)]
 
 
-@dataclass
-class _OpenSizes:
-    """The dynamic sizes of one written program, by name."""
+def read_example(written: Any, sizes: dict[str, Any], mode: Any = None) -> Any:
+    """Read the output of `write_example`. New dynamic sizes become symbols of the fake ``mode``, kept in ``sizes``."""
+    if not isinstance(written, Mapping):
+        return written
 
-    mode: Any
-    sizes_by_name: dict[str, Any] = field(default_factory=dict)
+    def read_size(size: Any) -> Any:
+        if isinstance(size, int):
+            return size
+        name, hint = size
+        if name not in sizes:
+            sizes[name] = _symbol(mode, name, int(hint))
+        return sizes[name]
 
-    def size(self, written: Any) -> Any:
-        if isinstance(written, int):
-            return written
-        name, hint = written
-        if name not in self.sizes_by_name:
-            self.sizes_by_name[name] = _symbol(self.mode, name, int(hint))
-        return self.sizes_by_name[name]
-
-    def example(self, written: Any) -> Any:
-        if not isinstance(written, Mapping):
-            return written
-        shape = [self.size(size) for size in written["shape"]]
-        options: dict[str, Any] = {
-            "dtype": getattr(torch, written["dtype"]),
-            "device": torch.device(written["device"]),
-            "requires_grad": written["grad"],
-        }
-        if written["stride"] is None:
-            return torch.empty(shape, **options)
-        return torch.empty_strided(shape, written["stride"], **options)
+    shape = list(map(read_size, written["shape"]))
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, written["dtype"]),
+        "device": torch.device(written["device"]),
+        "requires_grad": written["grad"],
+    }
+    if written["stride"] is None:
+        return torch.empty(shape, **options)
+    return torch.empty_strided(shape, written["stride"], **options)
 
 
 def _symbol(mode: Any, name: str, hint: int) -> Any:
@@ -149,9 +143,9 @@ def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     correct_lstm_decomposition()
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with silence_tracers():
-        symbols = _OpenSizes(mode)
+        sizes: dict[str, Any] = {}
         with mode:
-            examples = [symbols.example(value) for value in inputs]
+            examples = [read_example(value, sizes, mode) for value in inputs]
         with mode, enable_python_dispatcher(), torch.no_grad():
             _ExampleRun(fx.GraphModule(nn.Module(), graph)).run(*examples)
 

@@ -16,7 +16,7 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.optim.optimizer_rows import made_for_rows
-from hfusion.step.compile_mode import Compile
+from hfusion.step.train_step import Compile
 
 OnNonfinite = Literal["freeze", "raise", "ignore"]
 

@@ -48,7 +48,7 @@ from hfusion.population.plain_group import group_of
 from hfusion.population.saving import gathered, load
 from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import BestMembers, average
-from hfusion.step.compile_mode import Compile
+from hfusion.step.train_step import Compile
 from hfusion.torch_private.module_hooks import has_step_hooks
 
 Method = TypeVar("Method", bound=Callable[..., Any])

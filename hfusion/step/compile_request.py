@@ -1,23 +1,36 @@
-"""A request to compile a program of a step, as JSON, for a process that has neither the models nor their code."""
+"""Requests to compile a program of a step, and the process that carries them out while this one trains.
+
+A request holds plain values, and no models or their code. The process stores the compiled programs in a folder. No
+thread waits for it: training polls between minibatches. It ends when its job is done, when the owner of the job is
+freed, and when this process ends, for whatever reason.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import BoundProgram, Compiled
+from hfusion.compiler.compiled_program import BoundProgram
 from hfusion.compiler.graph_text import Unwritable
-from hfusion.compiler.serialized_program import read_compiled, write_compiled
-from hfusion.core.calls import StackedInput
+from hfusion.compiler.serialized_program import read_compiled, read_example, write_compiled, write_example
+from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
 from hfusion.device.backend import attention_kernels, use_attention_kernels
@@ -37,11 +50,6 @@ class CompileRequest:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
 
-    def key(self, environment: Mapping[str, Any]) -> str:
-        """Return a hash of the request and of ``environment``; see `hfusion.step.program_cache.circumstances`."""
-        content = json.dumps(environment, sort_keys=True) + self.digest
-        return hashlib.sha256(content.encode()).hexdigest()
-
 
 def write_request(source: StepSource, autocast: Any) -> CompileRequest | None:
     """Return the request for the program of ``source``; None if it cannot be written as plain values.
@@ -58,11 +66,12 @@ def write_request(source: StepSource, autocast: Any) -> CompileRequest | None:
             {
                 "forward": written(source.forward),
                 "loss": written(source.loss),
-                "tensors": [_write_tensor(tensor) for tensor in source.values],
-                "inputs": [_write_leaf(leaf) for leaf in source.call.inputs.leaves],
-                "target": [_write_leaf(leaf) for leaf in source.call.target.leaves],
+                "tensors": list(map(_write_leaf, source.values)),
+                "inputs": list(map(_write_leaf, source.call.inputs.leaves)),
+                "target": list(map(_write_leaf, source.call.target.leaves)),
                 "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
-                "settings": _settings(),
+                "settings": {name: read() for name, (read, _) in _SETTINGS.items()},
+                "inductor": _inductor_settings(),
             }
         )
     except Unwritable:
@@ -71,17 +80,19 @@ def write_request(source: StepSource, autocast: Any) -> CompileRequest | None:
 
 @contextmanager
 def read_request(content: Mapping[str, Any]) -> Iterator[StepSource]:
-    """Context manager: restore the settings of the request, and return its source, with tensors of zeros.
+    """Context manager: apply the settings of the request, and return its source, with tensors of zeros.
 
-    Raises the errors of `hfusion.compiler.serialized_program.read_compiled`.
+    Settings of torch stay as they are afterwards. Raises the errors of
+    `hfusion.compiler.serialized_program.read_compiled`.
     """
+    for name, value in content["settings"].items():
+        _SETTINGS[name][1](value)
+    tensors = {str(index): _read_leaf(written) for index, written in enumerate(content["tensors"])}
+    forward, loss = (_read_source(content[name], tensors) for name in ("forward", "loss"))
+    inputs, target = (Arguments(tuple(map(_read_leaf, content[name])), None) for name in ("inputs", "target"))
     with ExitStack() as stack:
-        stack.enter_context(_under(content["settings"]))
-        tensors = {str(index): _read_tensor(written) for index, written in enumerate(content["tensors"])}
-        forward, loss = (_read_source(content[name], tensors) for name in ("forward", "loss"))
-        inputs, target = (
-            Arguments(tuple(_read_leaf(leaf) for leaf in content[name]), None) for name in ("inputs", "target")
-        )
+        if content["inductor"]:
+            stack.enter_context(under_values(content["inductor"]))
         for kind, dtype in content["autocast"]:
             stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
         yield StepSource.of(forward, loss, StepCall(inputs, target))
@@ -89,75 +100,58 @@ def read_request(content: Mapping[str, Any]) -> Iterator[StepSource]:
 
 def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoundProgram:
     places = tuple((tensors, str(index)) for index in written["places"])
-    names = [name for kind, name in written["slots"] if kind != Kind.INPUT.value]
-    kinds = [kind for kind, _ in written["slots"] if kind != Kind.INPUT.value]
+    slots = [(kind, name) for kind, name in written["slots"] if kind != Kind.INPUT.value]
     constants = {
         name: holder[key]
-        for kind, name, (holder, key) in zip(kinds, names, places, strict=True)
+        for (kind, name), (holder, key) in zip(slots, places, strict=True)
         if kind == Kind.CONSTANT.value
     }
-    compiled: Compiled = read_compiled(written, constants)
-    return BoundProgram(compiled, places)
-
-
-def _write_tensor(tensor: Tensor) -> dict[str, Any]:
-    if not is_plain(tensor):
-        raise Unwritable(f"{type(tensor).__name__} of layout {tensor.layout}")
-    return {
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
-        "dtype": _name(tensor.dtype),
-        "device": str(tensor.device),
-        "grad": tensor.requires_grad,
-    }
-
-
-def _read_tensor(written: Mapping[str, Any]) -> Tensor:
-    dtype, device = getattr(torch, written["dtype"]), torch.device(written["device"])
-    tensor = torch.empty_strided(written["shape"], written["stride"], dtype=dtype, device=device)
-    return tensor.zero_().requires_grad_(written["grad"])
+    return BoundProgram(read_compiled(written, constants), places)
 
 
 def _write_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, StackedInput):
-        return {"stacked": _write_tensor(leaf.tensor)}
-    if isinstance(leaf, Tensor):
-        return {"tensor": _write_tensor(leaf)}
+    """Return a tensor or an argument as JSON's values. Raises Unwritable."""
+    tensor = leaf.tensor if isinstance(leaf, StackedInput) else leaf
+    if isinstance(tensor, Tensor) and is_plain(tensor):
+        return {"stacked": is_stacked(leaf), **write_example(tensor, {})}
     if type(leaf) not in _PLAIN:
         raise Unwritable(f"the argument {leaf!r:.80}")
     return leaf
 
 
 def _read_leaf(written: Any) -> Any:
-    if not isinstance(written, Mapping):
-        return written
-    ((kind, tensor),) = written.items()
-    return StackedInput(_read_tensor(tensor)) if kind == "stacked" else _read_tensor(tensor)
+    leaf = read_example(written, {})
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf.detach().zero_()
+    return StackedInput(leaf) if written["stacked"] else leaf
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _settings() -> dict[str, Any]:
-    """Return the settings of the process that tracing and Inductor depend on."""
-    return {
-        "threads": torch.get_num_threads(),
-        "dtype": _name(torch.get_default_dtype()),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "attention": attention_kernels(),
-        "inductor": changed_settings(),
-    }
+# The settings of a process that tracing and Inductor depend on: functions that read and set them.
+_SETTINGS: Mapping[str, tuple[Any, Any]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "dtype": (
+        lambda: _name(torch.get_default_dtype()),
+        lambda name: torch.set_default_dtype(getattr(torch, name)),
+    ),
+    "deterministic": (
+        lambda: [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
+        lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    ),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, partial(setattr, torch.backends.mkldnn, "enabled")),
+    "attention": (attention_kernels, use_attention_kernels),
+}
 
 
-def changed_settings() -> dict[str, Any]:
+def _inductor_settings() -> dict[str, Any]:
     """Return the settings of Inductor that differ from torch's defaults, by name.
 
-    Raises:
-        Unwritable: A value is no plain value, such as a pass of the user's own.
+    Raises Unwritable if one is no plain value, such as a pass of the user's own.
     """
     changed = changed_values()
     for name, value in changed.items():
@@ -167,25 +161,111 @@ def changed_settings() -> dict[str, Any]:
     return changed
 
 
-@contextmanager
-def _under(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: apply the settings that `_settings` returned."""
-    before = _settings()
-    with ExitStack() as stack:
-        if settings["inductor"]:
-            stack.enter_context(under_values(settings["inductor"]))
-        stack.callback(_set, before)
-        _set(settings)
-        yield
+# The process that compiles.
+
+# The lowest priority: it only uses core time that training leaves. At 5 it displaced one OpenMP thread, for which the
+# others waited: 250 steps of a CNN took twice as long on two cores (Xeon).
+_NICENESS = 19
+# It reads the requests first: until then, whoever starts it waits.
+_START = """
+import sys
+content = sys.stdin.buffer.readline()
+sys.path[:] = {path!r}
+from hfusion.step.compile_request import main
+main(content, {folder!r})
+"""
+# How many bytes at the end of the log of a failed process are read for its error.
+_TAIL = 2000
 
 
-def _set(settings: Mapping[str, Any]) -> None:
-    if settings["threads"] != torch.get_num_threads():
-        torch.set_num_threads(settings["threads"])
-    torch.set_default_dtype(getattr(torch, settings["dtype"]))
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warns"])
-    torch.set_float32_matmul_precision(settings["precision"])
-    # torch's test utilities forbid any assignment to this flag, even one that does not change it.
-    if settings["mkldnn"] != torch.backends.mkldnn.enabled:
-        torch.backends.mkldnn.enabled = settings["mkldnn"]
-    use_attention_kernels(settings["attention"])
+class BackgroundJob:
+    """A compilation for calls like ``call`` in a process of its own, which is killed when ``owner`` is freed.
+
+    Raises OSError if no process can be started.
+    """
+
+    def __init__(self, requests: Sequence[CompileRequest], folder: Path, call: StepCall, owner: object) -> None:
+        self.call = call
+        path = [str(Path(__file__).parents[2]), *sys.path]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        # Its standard input stays open as long as this process lives. Its own process group shields it from Ctrl-C, and
+        # lets it be killed together with its children. In a session of its own, its niceness would count within that
+        # session only (sched(7), autogroup).
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START.format(path=path, folder=str(folder))],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            process_group=0,
+        )
+        self.cancel = weakref.finalize(owner, _end, self._process, self._log, os.getpid())
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([request.content for request in requests]).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def ready(self) -> bool:
+        """Return immediately whether the job has ended, successfully or not."""
+        return self._process.poll() is not None
+
+    def result(self) -> str:
+        """Wait for the end of the job. Return an empty string on success, else the reason for the failure."""
+        code = self._process.wait()
+        self._log.seek(0)
+        *_, last = ["", *self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()]
+        self.cancel()
+        return "" if code == 0 else last if code == 1 and last else f"it ended with code {code}: {last or 'no output'}"
+
+
+def _end(process: subprocess.Popen[bytes], log: Any, starter: int) -> None:
+    """Kill the process and its children, and close its files. Does nothing in a fork of the starting process."""
+    if os.getpid() != starter:
+        return
+    if process.poll() is None:
+        # It may have ended by itself meanwhile.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        process.wait()
+    assert process.stdin is not None
+    # The process may have ended before it read all of its input.
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    log.close()
+
+
+def main(content: bytes, folder: str) -> NoReturn:
+    """Entry point of the process: compile the requests ``content`` into ``folder``, or print why one failed."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    # Imported late: the process that only starts jobs does not need these modules here.
+    from hfusion.step import program_cache
+    from hfusion.step.compiled_step import compile_program
+
+    why = ""
+    try:
+        for request in map(CompileRequest, json.loads(content)):
+            with read_request(request.content) as source:
+                result = compile_program(source)
+            if not program_cache.keep(request, result, Path(folder)):
+                why = "what inductor made of it cannot be handed over"
+    except Exception as error:
+        why = error_text(error)
+    print(why, flush=True)
+    # Skip torch's cleanup at exit.
+    os._exit(1 if why else 0)
+
+
+def _end_with_parent() -> None:
+    """Kill this process group when the parent is gone, which closes the other end of standard input."""
+    os.read(0, 1)
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def error_text(error: Exception) -> str:
+    """Return the error as one line, with the remedy if a C++ compiler is missing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
+    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text

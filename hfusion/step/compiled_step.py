@@ -5,7 +5,6 @@ Convolutions on a CPU are faster in a loop over members, but a program for the w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from torch import Tensor, fx
 from hfusion.capture.dynamic_sizes import recurrent
 from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.compiled_program import BoundProgram, Location
+from hfusion.core.guards import Guards
 from hfusion.core.member_random import draws_random, new_seeds
 from hfusion.core.memory import distance, norm
 from hfusion.core.program import describe_value
@@ -24,10 +24,11 @@ from hfusion.device.backend import random_states_kept
 from hfusion.device.team import Team
 from hfusion.ops.rule import hint
 from hfusion.passes.align import scalars
+from hfusion.passes.inductor_rewrites import copy_overlapping_writes
 from hfusion.step.program_cache import BlockProgram, NoProgram
 from hfusion.step.step_graph import StepCall, StepGraph, StepSource, Tensors, captured_dims, trace, written_inputs
 from hfusion.torch_private.cpp_entry import entry_of, with_row_entries
-from hfusion.torch_private.inductor_patches import compile_graph, quick_inductor
+from hfusion.torch_private.inductor_patches import compile_graph, last_pass, quick_inductor
 from hfusion.torch_private.replaced_functions import silence_tracers
 
 # The most looped calls of a forward that are compiled as one program: with 32, a CNN took 1.3 times as long.
@@ -77,11 +78,11 @@ class BlocksStep:
 
     @property
     def operators(self) -> Sequence[Any]:
-        return [operator for program in self.programs for operator in program.graph.operators]
+        return [operator for program in self.programs for operator in program.operators]
 
     @property
     def how(self) -> str:
-        count = len(self.programs[0].graph.operators)
+        count = len(self.programs[0].operators)
         programs = "one program" if len(self.programs) == 1 else f"{len(self.programs)} programs"
         if len(self.kinds) == 1:
             return f"{programs} of {count} operators"
@@ -93,12 +94,12 @@ class BlocksStep:
     @property
     def seeded(self) -> bool:
         """True if its programs take seeds for random numbers."""
-        return self.programs[0].graph.seeded
+        return self.programs[0].seeded
 
     @property
     def trained(self) -> tuple[int, ...]:
         """The indices of the tensors that get a gradient."""
-        return self.programs[0].graph.trained
+        return self.programs[0].trained
 
     @property
     def blocks(self) -> list[range]:
@@ -109,7 +110,7 @@ class BlocksStep:
         blocks = self.blocks
         firsts = (blocks[self.kinds.index(kind)] for kind in range(len(self.programs)))
         pairs = zip(self.programs, firsts, strict=True)
-        return all(program.graph.fits(call.of_rows(rows).batch()) for program, rows in pairs)
+        return all(program.fits(call.of_rows(rows).batch()) for program, rows in pairs)
 
     def step(self, call: StepCall) -> Tensor:
         clear(self.params)
@@ -239,7 +240,8 @@ def compile_program(source: StepSource) -> BlockProgram | NoProgram:
     graph = trace(source)
     if why := _not_worth_it(graph, source):
         return NoProgram(why)
-    return BlockProgram(graph, build(graph, source.values, source.call.batch()))
+    run = build(graph, source.values, source.call.batch())
+    return BlockProgram(run, graph.trained, graph.operators, Guards(graph.batch), graph.seeded)
 
 
 def _not_worth_it(graph: StepGraph, source: StepSource) -> str:
@@ -279,15 +281,13 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
 
     Raises WrongProgram if results are wrong, and whatever Inductor raises, such as without a C++ compiler, or its code.
     """
-    # Imported late: it imports Inductor.
-    from hfusion.step.aliased_writes import CopiesOfOverlaps
-
     kind = graph.examples[0].device.type
     # Calls of small operators take less time from C++ than from Python.
-    options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
+    options = {"post_grad_custom_post_pass": last_pass(copy_overlapping_writes), "cpp_wrapper": kind == "cpu"}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
         with with_row_entries(), quick_inductor():
             run = compile_graph(graph.module, [e.detach() for e in graph.examples], options)
+        run = entry_of(run, len(graph.examples), 1 + len(graph.trained)) or run
         written = written_inputs(graph.module.graph)
 
         def fresh() -> list[Tensor]:
@@ -306,21 +306,6 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
             problem = disagreement(graph, results, _results(by_operator, fresh(), batch), nearby)
             if problem:
                 raise WrongProgram(f"what torch.compile made of it is wrong: {problem}")
-        entry = entry_of(run, len(tensors) + len(batch), len(results) - len(tensors))
-        if entry is None:
-            return run
-
-        # Without torch's wrappers, the program must give the same bits.
-        with random_states_kept():
-            direct = _results(entry, fresh(), batch)
-    if all(map(_same_bits, direct, results)):
-        return entry
-    warnings.warn(
-        "a compiled step runs through torch's wrappers, in one part, exact but slower: called directly, its program "
-        "gave other bits. If torch.use_deterministic_algorithms(True) names an operator, that sums in no fixed order; "
-        "otherwise report it with the versions of torch and of the C++ compiler",
-        stacklevel=2,
-    )
     return run
 
 
@@ -330,12 +315,6 @@ def _results(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], ba
     Outputs move to host memory because two programs are compared, but memory plans count one set of gradients.
     """
     return [*(output.cpu() for output in run(*tensors, *batch)), *tensors]
-
-
-def _same_bits(result: Tensor, reference: Tensor) -> bool:
-    if (result.shape, result.stride(), result.dtype) != (reference.shape, reference.stride(), reference.dtype):
-        return False
-    return bool(((result == reference) | ((result != result) & (reference != reference))).all())
 
 
 # Check that a program compiled by Inductor computes the same as its graph.

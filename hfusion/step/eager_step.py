@@ -40,7 +40,6 @@ class EagerStep:
         target: Any,
         size: int | None,
         seeds: bool,
-        of_block: Callable[[Tensor, range], object] | None = None,
     ) -> tuple[Tensor, Any]:
         """Accumulate the gradients of a step in ``.grad``. Return the losses ``[B]``, detached, and the outputs.
 
@@ -48,18 +47,17 @@ class EagerStep:
             size: members per block; None for all members together. With blocks, the outputs are those of the first
                 member, expanded to ``[B, ...]``.
             seeds: on a CPU, each member draws from a seed of its own, so that draws do not depend on blocks.
-            of_block: computes gradients from the losses of a block and its rows; by default gradients of their sum.
         """
-        members, of_block = len(self._fused), of_block or (lambda losses, _: backward(losses))
+        members = len(self._fused)
         seeds = seeds and all(param.is_cpu for param in self._fused.parameters())
         draws = partial(new_seeds, members) if seeds else None
         if size is not None and size < members:
-            return self._run_blocks(args, kwargs, target, size, draws, of_block)
+            return self._run_blocks(args, kwargs, target, size, draws)
         with torch.enable_grad():
             with nullcontext() if draws is None else seeded(draws):
                 losses = self._loss(outputs := self._fused(*args, **kwargs), target)
             check_losses(losses, members)
-            of_block(losses, range(members))
+            backward(losses)
         return losses.detach(), outputs
 
     def _run_blocks(
@@ -69,7 +67,6 @@ class EagerStep:
         target: Any,
         size: int,
         draws: Callable[[], Tensor] | None,
-        of_block: Callable[[Tensor, range], object],
     ) -> tuple[Tensor, Any]:
         fused = self._fused
         seeds: list[Tensor] = []
@@ -90,7 +87,7 @@ class EagerStep:
                     value = self._loss(block_outputs := block.array(*block_args, **block_kwargs), block_target)
                 check_losses(value, len(rows))
                 block.check_modes()
-                of_block(value, rows)
+                backward(value)
             block.move_gradients()
             losses.append(value.detach())
             if outputs is None:

@@ -22,7 +22,6 @@ from hfusion.optim import FusedOptimizer
 from hfusion.passes.cost.cost import line, symbol_sizes
 from hfusion.passes.cost.flops import SymbolSizes
 from hfusion.passes.partition.segments import Segments
-from hfusion.step.step_signatures import CallReport
 
 # Tensors per parameter that an unknown optimizer is assumed to keep, as Adam does.
 _STATE_STACKS = 2
@@ -54,18 +53,6 @@ class MemoryPlan:
         return f"{whole}, at an estimated peak of {readable(self.peak)} of memory={readable(self.budget)}"
 
 
-@dataclass(frozen=True)
-class StepPlans:
-    """The plans of one kind of step: run by autograd, and by a compiled program, which stores fewer values."""
-
-    eager: MemoryPlan
-    compiled: MemoryPlan
-
-    def described(self, row: CallReport) -> CallReport:
-        """Return ``row`` with the plan that its calls keep to."""
-        return replace(row, how=f"{row.how}, {self.compiled if row.is_compiled else self.eager}")
-
-
 class MemoryBudget:
     """Bytes that a training step of ``fused`` may take: weights, gradients, optimizer state and activations.
 
@@ -77,47 +64,34 @@ class MemoryBudget:
         self.bytes = parse_bytes(memory)
         self.held = 0
         self._fused, self._optimizer = fused, optimizer
-        self._plans: dict[Any, StepPlans] = {}
-        # The plans by kind of call: calls with fewer samples keep the sizes, so that they can share a program.
-        self._sizes: dict[Any, StepPlans] = {}
+        self._plans: dict[Any, MemoryPlan] = {}
+        # The sizes by kind of call: calls with fewer samples keep them, so that they can share a program.
+        self._sizes: dict[Any, int] = {}
 
-    def plan(self, inputs: Arguments) -> StepPlans:
-        """Return the plans of calls like this one, capturing the program of all members if there is none.
+    def plan(self, inputs: Arguments) -> MemoryPlan:
+        """Return the plan of calls like this one, capturing the program of all members if there is none.
 
         Raises:
             PlanError: the step of one member at a time takes more than the budget.
             FusionError: there is no program of all members.
         """
-        fused, largest = self._fused, _largest(inputs)
+        fused, largest, members = self._fused, _largest(inputs), len(self._fused)
         compiled = fused.compiled(largest)
         state = state_bytes(fused, self._optimizer) + self.held
-        key = compiled.origin, largest.key, len(fused), state
+        key = compiled.origin, largest.key, members, state
         if key not in self._plans:
             self._check_written(compiled)
-            kind = largest.loose_key, len(fused)
+            kind = largest.loose_key, members
             sizes = symbol_sizes(compiled.program, largest.shapes)
-            plans = self._new_plans(compiled.program, sizes, state, self._sizes.get(kind))
-            self._plans[key] = self._sizes[kind] = plans
+            # Blocks are as even as they can be.
+            even = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
+            most = self._sizes.get(kind, members)
+            peaks = {n: state + block_bytes(compiled.program, n, sizes) for n in even if n <= most}
+            if peaks[1] > self.bytes:
+                raise PlanError(self._too_little(state, peaks[1]))
+            size = self._sizes[kind] = max(n for n, peak in peaks.items() if peak <= self.bytes)
+            self._plans[key] = MemoryPlan(members, size, peaks[size], self.bytes)
         return self._plans[key]
-
-    def _new_plans(self, program: Program, sizes: SymbolSizes, state: int, before: StepPlans | None) -> StepPlans:
-        """Return plans with blocks that are not larger than those of ``before``."""
-        members = len(self._fused)
-        # Blocks are as even as they can be.
-        even = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
-
-        def plan(most: int, *, is_compiled: bool) -> MemoryPlan:
-            peaks = {n: state + block_bytes(program, n, sizes, is_compiled=is_compiled) for n in even if n <= most}
-            size = max((n for n, peak in peaks.items() if peak <= self.bytes), default=1)
-            return MemoryPlan(members, size, peaks[size], self.bytes)
-
-        least = state + block_bytes(program, 1, sizes)
-        if least > self.bytes:
-            raise PlanError(self._too_little(state, least))
-        return StepPlans(
-            plan(members if before is None else before.eager.size, is_compiled=False),
-            plan(members if before is None else before.compiled.size, is_compiled=True),
-        )
 
     def _too_little(self, state: int, peak: int) -> str:
         return (
@@ -150,14 +124,13 @@ def state_bytes(module: nn.Module, optimizer: Optimizer) -> int:
     return held + (1 + stacks) * trained
 
 
-def block_bytes(program: Program, size: int, sizes: SymbolSizes, *, is_compiled: bool = False) -> int:
+def block_bytes(program: Program, size: int, sizes: SymbolSizes) -> int:
     """Estimate the bytes of forward, loss and backward of ``size`` members, without their weights.
 
     The gradients of the block are included: they exist until they are copied into the gradients of all members.
-    ``is_compiled``: by a compiled program. With the models of the benchmark the estimates were 0.97 to 1.7 times the
-    bytes that compiled steps took.
+    A compiled program stores fewer values, and takes less.
     """
-    costs = line(replace(program, members=size), sizes, _rates(), is_compiled=is_compiled)
+    costs = line(replace(program, members=size), sizes, _rates())
     *_, run = Segments(costs, 0).starting(0)
     results = sum(value.size for value in costs.storages if value.last == len(costs.steps) and value.born)
     return max(run.peak, run.activations + run.workspace) + _LOSS * results

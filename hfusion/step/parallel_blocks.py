@@ -145,7 +145,7 @@ class ParallelBlocksStep:
 
     def __init__(self, program: BlocksStep, threads: int, inner: int) -> None:
         self._program, self._threads, self._inner = program, threads, inner
-        self._entries = [row_entry(run) for _, run in program.programs]
+        self._entries = [row_entry(block.run) for block in program.programs]
         self._joined = threads == 1 or not any(map(_of_one_dnn, map(str, program.operators)))
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None

@@ -21,17 +21,16 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.core import errors
-from hfusion.core.guards import Assumptions
+from hfusion.core.guards import Assumptions, Guards
 from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed
 from hfusion.device.native import load_copy, processor
 from hfusion.step.compile_request import CompileRequest
-from hfusion.step.step_graph import StepGraph
 from hfusion.torch_private.cpp_entry import NativeEntry, load_function
 
 # The most bytes in the cache; the oldest programs are deleted first.
@@ -40,23 +39,26 @@ _PREFIX = "step-"
 
 
 @dataclass(frozen=True, eq=False)
-class KeptGraph:
-    """The part of a `StepGraph` that is needed to run its compiled program."""
+class BlockProgram:
+    """A compiled step of some members.
 
+    Attributes:
+        run: the function that Inductor made: takes the tensors of a `hfusion.step.step_graph.StepGraph`.
+        trained: the indices of the tensors that get a gradient.
+        operators: the operators of its graph, one per call; from the cache, their names.
+        guards: the sizes of a batch that it is valid for.
+        seeded: whether it takes seeds for random numbers.
+    """
+
+    run: Callable[..., Sequence[Tensor]]
     trained: tuple[int, ...]
-    operators: tuple[str, ...]
-    assumed: Assumptions
+    operators: Sequence[Any]
+    guards: Guards | Assumptions
     seeded: bool = False
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
-        return self.assumed.hold([tensor.shape for tensor in batch])
-
-
-class BlockProgram(NamedTuple):
-    """A traced step of some members, or what is kept of it, and the function that Inductor made of it."""
-
-    graph: StepGraph | KeptGraph
-    run: Callable[..., Sequence[Tensor]]
+        """Return whether the program is valid for the sizes of ``batch``."""
+        return self.guards.hold([tensor.shape for tensor in batch])
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,9 @@ def keeping() -> bool:
     return enabled and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
-def find(compile_request: CompileRequest) -> BlockProgram | NoProgram | None:
+def find(request: CompileRequest) -> BlockProgram | NoProgram | None:
     """Return the cached result of a request; None if there is none, or, with a UserWarning, if it is unusable."""
-    path = _path(compile_request, cache_folder())
+    path = _path("", request.digest)
     try:
         return _read(json.loads(read_sealed(path)), path)
     except FileNotFoundError:
@@ -101,9 +103,9 @@ def find(compile_request: CompileRequest) -> BlockProgram | NoProgram | None:
         return None
 
 
-def keep(compile_request: CompileRequest, result: BlockProgram | NoProgram, folder: Path | None = None) -> bool:
+def keep(request: CompileRequest, result: BlockProgram | NoProgram, folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
-    path = _path(compile_request, folder or cache_folder())
+    path = _path("", request.digest, folder=folder)
     try:
         description = {"refused": result.why} if isinstance(result, NoProgram) else _write(result, path)
         if description is None:
@@ -123,7 +125,7 @@ def keep(compile_request: CompileRequest, result: BlockProgram | NoProgram, fold
 def find_times(key: Sequence[Any]) -> StepTimes | None:
     """Return the kept times of a step, so that later processes decide as this one did; None if there are none."""
     try:
-        kept = json.loads(read_sealed(_times_path(key)))
+        kept = json.loads(read_sealed(_path("-eager", *key)))
         return StepTimes(*(number(kept[name], 1e-9, 1e6) for name in ("compiled", "eager")))
     except (OSError, LookupError, ValueError, TypeError, AttributeError):
         return None
@@ -132,32 +134,30 @@ def find_times(key: Sequence[Any]) -> StepTimes | None:
 def keep_times(key: Sequence[Any], times: StepTimes) -> None:
     """Keep the times of a step for later processes, if the cache can be written."""
     with suppress(OSError):
-        write_sealed(_times_path(key), json.dumps(asdict(times)).encode())
+        write_sealed(_path("-eager", *key), json.dumps(asdict(times)).encode())
 
 
-def _times_path(key: Sequence[Any]) -> Path:
+def _path(suffix: str, *key: Any, folder: Path | None = None) -> Path:
+    """Return the path of the file for ``key`` in the present environment."""
     description = json.dumps([circumstances(), *key], sort_keys=True)
-    return cache_folder() / f"{_PREFIX}{hashlib.sha256(description.encode()).hexdigest()[:32]}-eager.json"
-
-
-def _path(compile_request: CompileRequest, folder: Path) -> Path:
-    return folder / f"{_PREFIX}{compile_request.key(circumstances())[:32]}.json"
+    digest = hashlib.sha256(description.encode()).hexdigest()[:32]
+    return (folder or cache_folder()) / f"{_PREFIX}{digest}{suffix}.json"
 
 
 def _write(program: BlockProgram, path: Path) -> dict[str, Any] | None:
     """Store the library of a program, and return its description; None if it has no library."""
-    graph, run = program
+    run = program.run
     if not isinstance(run, NativeEntry):
         return None
     try:
-        assumed = graph.guards.assumptions() if isinstance(graph, StepGraph) else graph.assumed
+        assumed = program.guards.assumptions()
     except (ValueError, SyntaxError):
         return None
     write_sealed(path.with_suffix(".so"), run.content)
     return {
-        "trained": list(graph.trained),
-        "operators": list(map(str, graph.operators)),
-        "seeded": graph.seeded,
+        "trained": program.trained,
+        "operators": list(map(str, program.operators)),
+        "seeded": program.seeded,
         "sizes": assumed.sizes,
         "code": assumed.code,
         "takes": run.takes,
@@ -168,14 +168,15 @@ def _write(program: BlockProgram, path: Path) -> dict[str, Any] | None:
 def _read(row: Mapping[str, Any], path: Path) -> BlockProgram | NoProgram:
     if "refused" in row:
         return NoProgram(str(row["refused"]))
+    trained, operators, seeded = tuple(row["trained"]), tuple(row["operators"]), row["seeded"]
     assumed = Assumptions.read(row["sizes"], row["code"])
-    graph = KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"])
     content = read_sealed(path.with_suffix(".so"))
     if hashlib.sha256(content).hexdigest() != row["library"]:
         raise ValueError("its library is of another step")
     # Python loads extension modules of this suffix only.
     module = path.with_suffix(EXTENSION_SUFFIXES[-1])
-    return BlockProgram(graph, NativeEntry(content, row["takes"], load_copy(content, module, load_function)))
+    run = NativeEntry(content, row["takes"], load_copy(content, module, load_function))
+    return BlockProgram(run, trained, operators, assumed, seeded)
 
 
 def _make_room(folder: Path) -> None:

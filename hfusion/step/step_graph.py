@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_ten
 from hfusion.compiler.compiled_program import BoundProgram, Location, of_member
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.guards import Guards, open_dims
+from hfusion.core.guards import open_dims
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import seeded
 from hfusion.core.program import describe_graph
 from hfusion.core.stages import stage
 from hfusion.passes.candidates import draws_numbers
-from hfusion.passes.check import check_rewritten
+from hfusion.passes.check import check_links
 from hfusion.passes.inductor_rewrites import (
     DECOMPOSITIONS,
     batch_member_loops,
@@ -136,15 +136,6 @@ class StepGraph:
     def operators(self) -> list[Any]:
         """The operators of the graph, one per call."""
         return [node.target for node in self.module.graph.nodes if node.op == "call_function"]
-
-    @cached_property
-    def guards(self) -> Guards:
-        """Assumptions of the graph and of its compiled code about the sizes of the batch."""
-        return Guards(self.batch)
-
-    def fits(self, batch: Sequence[Tensor]) -> bool:
-        """Return whether the program is valid for a ``batch`` of other sizes."""
-        return self.guards.hold([tensor.shape for tensor in batch])
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,18 +257,14 @@ def trace(source: StepSource) -> StepGraph:
         decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if source.values[0].is_cpu else ({}, ())
         module = make_fx(step, decomposition_table=dict(decompositions))(*fake_tensors, *batch, *seeds)
         for rewrite in rewrites:
-            before, module = module, rewrite(module)
-            _look_at(forward.compiled.program.name, rewrite.__name__, before.graph, module.graph)
+            module = rewrite(module)
+            name, graph = forward.compiled.program.name, module.graph
+            title = f"the step of {name}, {rewrite.__name__}"
+            stage(name, f"step {rewrite.__name__}", partial(describe_graph, title, graph), partial(check_links, graph))
     return StepGraph(module, tuple(reached), tuple(fake_tensors), tuple(batch), *seeds)
 
 
 _REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
-
-
-def _look_at(subject: str, name: str, before: fx.Graph, after: fx.Graph) -> None:
-    """Check and dump a stage of the step, if the user has enabled that."""
-    title = f"the step of {subject}, {name}"
-    stage(subject, f"step {name}", lambda: describe_graph(title, after), lambda: check_rewritten(before, after))
 
 
 def _attention(traced_tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, is_
-from typing import Any, TypeAlias
+from statistics import median
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from hfusion.array.module import FusedModule
 from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.membership import is_own_hook
 from hfusion.core.text import html_table, paragraph
-from hfusion.step.compile_worker import BackgroundJob
+from hfusion.step.compile_request import BackgroundJob
 from hfusion.step.compiled_step import StepProgram
 from hfusion.step.parallel_blocks import BlockPartition, drawing
+from hfusion.step.program_cache import StepTimes
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.dynamo_state import TensorGuards, tensor_guards
@@ -87,76 +89,97 @@ class StepReport:
         )
 
 
-@dataclass(frozen=True)
-class Eager:
-    """Steps run by autograd, and no program is made yet."""
+# Eager and compiled steps take turns: each runs up to _TURNS steps in a row, _ROWS rows in all. The first step of a row
+# warms up and does not count; a row of long steps has a single step that counts.
+_TURNS, _ROWS, _LONG = 5, 4, 0.5
+# The largest ratio of median to minimum of a steady measurement; on a busy machine it is several times as large.
+_STEADY = 1.5
 
 
-@dataclass(frozen=True, eq=False)
-class Compiling:
-    """Steps run by autograd while another process compiles a program for calls like ``call``."""
+@dataclass(eq=False)
+class Trial:
+    """A comparison of eager and compiled steps of one kind, made while they train.
 
-    job: BackgroundJob
-    call: StepCall
+    Attributes:
+        key: by which the times are kept for later processes; None: they are not.
+        rows: seconds of steps in a row, of eager and of compiled steps in turn.
+    """
 
+    key: Sequence[Any] | None
+    rows: list[list[float]] = field(default_factory=lambda: [[]])
 
-@dataclass(frozen=True, eq=False)
-class InUse:
-    """Steps run by the program."""
+    @property
+    def eager_next(self) -> bool:
+        """True if the next step is to run eagerly."""
+        return len(self.rows) % 2 == 1
 
-    program: StepProgram
+    def add(self, seconds: float) -> bool:
+        """Add the seconds of the next step. Return True after the last one."""
+        row = self.rows[-1]
+        row.append(seconds)
+        if len(row) < _TURNS and (len(row) < 2 or sum(row) < _LONG):
+            return False
+        self.rows.append([])
+        return len(self.rows) > _ROWS
 
-
-@dataclass(frozen=True, eq=False)
-class Refused:
-    """Steps always run by autograd; ``by_choice``: a program is possible, but slower."""
-
-    why: str
-    by_choice: bool = False
-
-
-ProgramState: TypeAlias = Eager | Compiling | InUse | Refused
+    def times(self) -> StepTimes | None:
+        """Return the least times of both, which depend least on other load meanwhile; None if times are unsteady."""
+        eager, compiled = ([s for row in self.rows[first::2] for s in row[1:]] for first in (0, 1))
+        if any(median(seconds) > _STEADY * min(seconds) for seconds in (eager, compiled)):
+            return None
+        return StepTimes(min(compiled), min(eager))
 
 
 @dataclass(eq=False)
 class StepVariant:
-    """How the calls of one signature run, as long as the tensors at ``tensor_refs`` have the properties ``traits``."""
+    """How the calls of one signature run, as long as the tensors at ``tensor_refs`` have the properties ``traits``.
+
+    Attributes:
+        sources: forward and loss, of which a program can be made.
+        program: the program that steps run by. None: they run by autograd.
+        why: the reason why there will be no program; empty if there may be one.
+        job: another process that compiles the program.
+        partition: how its program is divided into blocks, once that is decided.
+        seconds: seconds that its eager steps have taken, without the first, which captures.
+        note: what the report tells of its program besides how it runs.
+        by_choice: there is a program, but eager steps are faster.
+        trial: the comparison of both that is going on.
+        guarded_tensors: the tensors at ``tensor_refs``, as they were at the last call.
+    """
 
     call: str
     situation: Any
     tensor_refs: list[Location]
     traits: Any
     sources: tuple[BoundProgram, BoundProgram] | None = None
-    state: ProgramState = field(default_factory=Eager)
+    program: StepProgram | None = None
+    why: str = ""
+    by_choice: bool = False
+    job: BackgroundJob | None = None
     partition: BlockPartition | None = None
-    """How its program is divided into blocks, once that is decided."""
     seconds: float = 0.0
-    """Seconds that its eager steps have taken, without the first, which captures."""
     note: str = ""
-    """What the report tells of its program besides how it runs."""
+    trial: Trial | None = None
     guarded_tensors: GuardedTensors | None = None
-    """The tensors at ``tensor_refs``, as they were at the last call."""
 
-    @property
-    def program(self) -> StepProgram | None:
-        """The program that steps run by."""
-        return self.state.program if isinstance(self.state, InUse) else None
-
-    @property
-    def why(self) -> str:
-        """The reason why there will be no program; empty if there may be one."""
-        return self.state.why if isinstance(self.state, Refused) else ""
+    def decide(self, times: StepTimes) -> None:
+        """Use the program unless eager steps are faster."""
+        self.trial, self.by_choice = None, times.eager_wins
+        if self.by_choice:
+            self.program, self.why = None, f"eager steps are faster on this machine, {times}"
+        else:
+            self.note = ", ".join(filter(None, (self.note, str(times))))
 
     def cancel(self) -> None:
         """End the process that compiles its program, if there is one."""
-        if isinstance(self.state, Compiling):
-            self.state.job.cancel()
-            self.state = Eager()
+        if self.job is not None:
+            self.job.cancel()
+            self.job = None
 
     @property
     def most(self) -> int | None:
         """The most members that the memory budget allows a compiled step at a time; None for all."""
-        most: int | None = self.situation[-1][2]
+        most: int | None = self.situation[-1][1]
         return most
 
     @cached_property
@@ -193,15 +216,13 @@ class StepVariant:
         return same_programs and self.situation == other.situation and bool(self.traits == other.traits)
 
     def row(self) -> CallReport:
-        match self.state:
-            case InUse(program):
-                return CallReport(self.call, ", ".join(filter(None, (program.how, self.note))))
-            case Compiling():
-                return CallReport(self.call, "eager", "its program is being compiled in the background")
-            case Refused(why):
-                return CallReport(self.call, "eager", why)
-            case _:
-                return CallReport(self.call, "eager", "the first step of its kind")
+        if self.program is not None:
+            return CallReport(self.call, ", ".join(filter(None, (self.program.how, self.note))))
+        why = self.why or ("the first step of its kind" if self.job is None else _IN_THE_BACKGROUND)
+        return CallReport(self.call, "eager", why)
+
+
+_IN_THE_BACKGROUND = "its program is being compiled in the background"
 
 
 # The variants of each array, which all of its steps with an equal loss share. Variants whose loss holds tensors are

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from threading import RLock
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,16 +27,13 @@ from hfusion.core.membership import check_whole_stack
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
-from hfusion.step.compile_mode import Compile, check_compile, check_parts
 from hfusion.step.compile_scheduler import ProgramMaker
 from hfusion.step.eager_step import EagerStep
-from hfusion.step.memory_budget import MemoryBudget, StepPlans
+from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.step_signatures import (
     CallReport,
-    Eager,
     GuardedTensors,
-    Refused,
     StepReport,
     StepVariant,
     family,
@@ -47,6 +42,29 @@ from hfusion.step.step_signatures import (
     shared_variants,
     traits_of,
 )
+
+Compile: TypeAlias = bool | None
+"""The argument ``compile``. None compiles once steps took two seconds, if that is faster, True always, False never."""
+
+
+def check_compile(compile: object) -> None:
+    """Raise ValueError unless ``compile`` is a `Compile`."""
+    if compile is not None and not isinstance(compile, bool):
+        raise ValueError(
+            f"compile is {compile!r}. Give None to compile where that pays, True to compile always, or False to "
+            "compile never"
+        )
+
+
+def check_parts(parts: object) -> int | str:
+    """Return the argument ``parts`` of `hfusion.train_step`. Raises ValueError if it is invalid."""
+    if parts == "auto" and isinstance(parts, str):
+        return parts
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(
+            f'parts is {parts!r}: give "auto", or how many shall run at the same time, an integer from 1 on'
+        )
+    return parts
 
 
 class PreparedStep(NamedTuple):
@@ -91,7 +109,7 @@ class TrainStep:
         self.expected_calls: set[str] = set()
         # A key per member that determines its random numbers; None: its row and the number of members do.
         self.keys: Tensor | None = None
-        # Losses are divided by it before backward, where gradients of so many steps are accumulated.
+        # Gradients are divided by it, where those of so many steps are accumulated.
         self.divisor = 1
         # Members that need not be computed: their losses may be NaN and their gradients 0.
         self.idle: frozenset[int] = frozenset()
@@ -100,11 +118,11 @@ class TrainStep:
         self._variants: dict[Any, list[StepVariant]] = {}
         self._cached_variants: dict[Any, StepVariant] = {}
         self._uncompiled: dict[str, CallReport] = {}
-        self._memory: dict[str, StepPlans] = {}
+        self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
         # The tensors of the latest compiled step, for which `_check_trained` has passed.
         self._checked_tensors: GuardedTensors | None = None
-        self._maker = ProgramMaker(compile, parts, self._variants, fused, self._losses_by_autograd)
+        self._maker = ProgramMaker(compile, parts, self._variants)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -117,10 +135,10 @@ class TrainStep:
         if self._compile is False and self.budget is None:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
-        block = compiled_block = None
+        block = None
         if self.budget is not None:
-            plans = self._memory[call.text] = self.budget.plan(call.inputs)
-            block, compiled_block = plans.eager.block, plans.compiled.block
+            plan = self._memory[call.text] = self.budget.plan(call.inputs)
+            block = plan.block
         if call.ragged or self._compile is False:
             noun = "batches" if call.inputs.ragged else "targets"
             why = f"members' {noun} have different sizes" if self._compile is not False else "compile=False"
@@ -130,7 +148,7 @@ class TrainStep:
             self._fused._pattern(call.inputs),
             self._loss.state(),
             active_autocast(),
-            (self._parts, block, compiled_block),
+            (self._parts, block),
         )
         variant = self._find(call, situation)
         if variant is None and call.text in self.expected_calls:
@@ -151,35 +169,50 @@ class TrainStep:
             if call is not None:
                 self._note(call, situation, outputs, target, block)
             return losses
-        if variant.program is None or hooked(self._fused):
-            began = perf_counter()
+        began, is_hooked = perf_counter(), hooked(self._fused)
+        trial = variant.trial if call.text == variant.call and not (is_hooked or self.idle) else None
+        if variant.program is None or is_hooked or (trial is not None and trial.eager_next):
             losses = self._eager(prepared)[0]
             variant.seconds += perf_counter() - began
-            return losses
+        else:
+            losses = self._compiled(prepared, call, variant)
+        if trial is not None:
+            self._maker.note_seconds(variant, perf_counter() - began)
+        return losses
+
+    def _compiled(self, prepared: PreparedStep, call: StepCall, variant: StepVariant) -> Tensor:
+        """Run the step by the program of ``variant``, and return the losses ``[B]``.
+
+        If an assertion of forward or loss fails for some member, the step is undone, and an eager one raises the error.
+        """
+        assert variant.program is not None
+        assert variant.sources is not None
         if variant.guarded_tensors is None or variant.guarded_tensors is not self._checked_tensors:
             self._check_trained()
             self._checked_tensors = variant.guarded_tensors
         if self.idle and not variant.draws_together:
             call = replace(call, idle=self.idle)
-        with without_autocast(situation[2]):
-            computed = checked_step(variant, call, self._fused.buffers())
-        if computed is None:
+        failed = variant.sources[0].failed.get("members")
+        before = [] if failed is None else [(b.detach(), b.detach().clone()) for b in self._fused.buffers()]
+        with without_autocast(variant.situation[2]):
+            losses = variant.program.step(call)
+        if failed is not None and failed.any():
+            for buffer, value in (*before, (failed, torch.zeros_like(failed))):
+                buffer.copy_(value)
             return self._eager(prepared)[0]
-        if self.divisor > 1:
-            for param in self._fused.parameters():
-                if param.grad is not None:
-                    param.grad /= self.divisor
         with helped_by(variant.program.team):
-            self.update(computed)
-        return computed
+            self._update(losses)
+        return losses
 
     def release(self) -> None:
         """Free device memory that programs hold, such as recordings. Later steps create it again."""
-        self._maker.release()
+        for variant in self._maker.variants():
+            variant.release()
 
     def close(self) -> None:
         """Cancel compilations in the background. Later steps start them again."""
-        self._maker.close()
+        for variant in self._maker.variants():
+            variant.cancel()
 
     @property
     def known_calls(self) -> set[str]:
@@ -219,19 +252,27 @@ class TrainStep:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
         rows = [*(variant.row() for group in self._variants.values() for variant in group), *self._uncompiled.values()]
         plans = self._memory
-        return StepReport(tuple(plans[row.call].described(row) if row.call in plans else row for row in rows))
+        return StepReport(
+            tuple(replace(row, how=f"{row.how}, {plans[row.call]}") if row.call in plans else row for row in rows)
+        )
 
     def _eager(self, prepared: PreparedStep) -> tuple[Tensor, Any]:
         """Run the step by autograd, and return losses and outputs; see `EagerStep.run`."""
         self._optimizer.zero_grad()
         self._fused.zero_grad()
-        divided = partial(_backward_divided, divisor=self.divisor) if self.divisor > 1 else None
-        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds(), divided)
+        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
         # It started without gradients, so only parameters of the array can have one now.
         if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
             self._check_trained()
-        self.update(losses)
+        self._update(losses)
         return losses, outputs
+
+    def _update(self, losses: Tensor) -> None:
+        if self.divisor > 1:
+            for param in self._fused.parameters():
+                if param.grad is not None:
+                    param.grad /= self.divisor
+        self.update(losses)
 
     def _check_trained(self) -> None:
         """Raise FusionError if the optimizer has none of the array's parameters: steps would train nothing.
@@ -251,17 +292,6 @@ class TrainStep:
             f"{type(self._optimizer).__name__} has none of them: make the optimizer and the step of fused.parameters() "
             "again"
         )
-
-    def _losses_by_autograd(self, situation: Any, call: StepCall) -> Tensor:
-        """Write gradients and buffers of a call in a situation, without an update, and return the losses ``[B]``."""
-        _, _, autocast, (_, block, _) = situation
-        args, kwargs = call.inputs.args_and_kwargs()
-        ((target,), _) = call.target.args_and_kwargs()
-        self._fused.zero_grad()
-        with ExitStack() as stack:
-            for kind, dtype in autocast or ():
-                stack.enter_context(torch.autocast(kind, dtype))
-            return self._by_autograd.run(args, kwargs, target, block, self._draws_by_seeds())[0]
 
     def _draws_by_seeds(self) -> bool:
         """Return whether each member of an eager step draws from a seed of its own, as it does in programs. A memory
@@ -301,7 +331,7 @@ class TrainStep:
                 self._maker.prepare(variant, call, self.at_once, variant.situation[2])
             except ProgramMismatch:
                 return False
-            if isinstance(variant.state, Refused) and not variant.state.by_choice:
+            if variant.why and not variant.by_choice:
                 self._refused(variant)
         return True
 
@@ -326,11 +356,11 @@ class TrainStep:
         if forward is None or isinstance(loss, str):
             looped = f"the loss runs in a loop over members: {loss}"
             why = looped if forward is not None else self._fused.why_no_program(call.inputs)
-            return self._refused(StepVariant(call.text, situation, refs, traits_of(refs), state=Refused(why)))
+            return self._refused(StepVariant(call.text, situation, refs, traits_of(refs), why=why))
         sources = BoundProgram.of(forward, self._fused), loss
         refs += [ref for source in sources for ref in source.locations]
         why = obstacle_to_program(sources, refs, call)
-        variant = StepVariant(call.text, situation, refs, traits_of(refs), sources, Refused(why) if why else Eager())
+        variant = StepVariant(call.text, situation, refs, traits_of(refs), sources, why=why)
         return self._refused(variant) if why else variant
 
     def _refused(self, variant: StepVariant) -> StepVariant:
@@ -370,9 +400,9 @@ def train_step(
         optimizer: an optimizer of parameters of ``fused``.
         compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
             uses cached programs. It compiles others once the steps of a kind have taken two seconds, in another process
-            while steps run eagerly. On a CPU it then times compiled and eager steps, once per processor, and uses the
-            faster. ``True`` compiles at the second call of each kind, and ``False`` never. On an accelerator, and
-            where programs are not kept on disk, no other process compiles.
+            while steps run eagerly. On a CPU, once per processor, up to twenty steps then run by turns compiled and
+            eagerly, and later ones the faster way. ``True`` compiles at the second call of each kind, and ``False``
+            never. On an accelerator, and where programs are not kept on disk, no other process compiles.
 
             The first step of a kind runs eagerly and is checked. If the array loops over members, as for convolutions
             on a CPU, the program is that of one member. A change of mode, requires_grad, dtype, device, hooks or values
@@ -423,31 +453,3 @@ def train_step(
     check_compile(compile)
     coupling.check(optimizer)
     return TrainStep(fused, loss, optimizer, compile, check_parts(parts), memory)
-
-
-def _backward_divided(losses: Tensor, rows: range, *, divisor: int) -> None:
-    """Compute the gradients of the sum of losses, divided by ``divisor``."""
-    with without_autocast(active_autocast()):
-        (losses.sum() / divisor).backward()
-
-
-# Assertions of forward and loss in a compiled step. If one fails, the step is undone.
-
-
-def checked_step(variant: StepVariant, call: StepCall, buffers: Iterable[Tensor]) -> Tensor | None:
-    """Run the compiled step of ``variant``, which writes gradients and buffers, and return its losses ``[B]``.
-
-    If an assertion fails for some member, restore ``buffers`` and return None; an eager step then raises the error.
-    """
-    assert variant.program is not None
-    assert variant.sources is not None
-    failed = variant.sources[0].failed.get("members")
-    if failed is None:
-        return variant.program.step(call)
-    before = [(buffer.detach(), buffer.detach().clone()) for buffer in buffers]
-    losses = variant.program.step(call)
-    if not failed.any():
-        return losses
-    for buffer, value in (*before, (failed, torch.zeros_like(failed))):
-        buffer.copy_(value)
-    return None

@@ -19,7 +19,7 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.optimizer_rows import made_for_rows
-from hfusion.step.compile_mode import Compile, check_compile, check_parts
+from hfusion.step.train_step import Compile, check_compile, check_parts
 from hfusion.tasks.reading import length
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]

@@ -128,3 +128,27 @@ def under_values(values: Mapping[str, Any]) -> AbstractContextManager[Any]:
 
     patched: AbstractContextManager[Any] = config.patch(dict(values))
     return patched
+
+
+def last_pass(own: Callable[[fx.Graph], None]) -> Any:
+    """Return a pass for Inductor: the custom ones that the settings of the process run last, and then ``own``.
+
+    Imports Inductor.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    present: Any = config.post_grad_custom_post_pass
+    earlier: Sequence[Any] = () if present is None else (present,) if callable(present) else tuple(present)
+
+    class LastPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for graph_pass in (*earlier, own):
+                graph_pass(graph)
+
+        def uuid(self) -> Any:
+            names = [graph_pass.uuid() for graph_pass in earlier]
+            # With None, torch caches no program.
+            return None if None in names else (get_hash_for_files((own.__code__.co_filename,)), *names)
+
+    return LastPass()

@@ -22,7 +22,7 @@ from hfusion.core.loss_checks import check_loss_function
 from hfusion.device.machine import Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
-from hfusion.step.compile_mode import Compile, check_compile
+from hfusion.step.train_step import Compile, check_compile
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space

@@ -21,7 +21,7 @@ from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark, unmark
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.evaluation import evaluating_model, member_metrics, with_row
-from hfusion.step.compile_mode import Compile
+from hfusion.step.train_step import Compile
 from hfusion.tune.loaders import Loaders, batches_on, seeded
 from hfusion.tune.space import (
     ArrayChoices,

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
@@ -24,14 +23,6 @@ from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import KeptOperands, Lowering, View
 from hfusion.passes.cost.flops import SymbolSizes, bytes_of, concrete, family, sizes_of
 from hfusion.passes.cost.price import Estimates, Seconds, gets_gradient
-
-# Operators that Inductor fuses, besides those that torch tags as pointwise: pointwise ones without the tag, sums and
-# extrema, and norms, whose results are pointwise functions of the operand and of sums over it.
-_FUSED = frozenset(
-    {"batch_norm", "group_norm", "instance_norm", "layer_norm", "log_softmax", "rms_norm", "softmax"}
-    | {"adaptive_avg_pool2d", "amax", "amin", "max", "mean", "min", "sum", "var"}
-    | {"clone", "contiguous", "copy", "glu", "hardswish", "log_sigmoid", "masked_fill", "prelu", "to", "where"}
-)
 
 
 @dataclass(frozen=True)
@@ -102,14 +93,10 @@ def symbol_sizes(program: Program, shapes: Sequence[Sequence[int]]) -> SymbolSiz
     return frozenset((symbol, size) for symbol, size in sizes if symbol is not None and symbol.is_Symbol)
 
 
-def line(program: Program, batch: SymbolSizes, rates: Rates, *, is_compiled: bool = False) -> Line:
-    """The costs of ``program`` for sizes ``batch``; programs captured with fixed sizes keep theirs.
-
-    ``is_compiled``: leave out values that a compiled program does not store, as it fuses pointwise operators with all
-    operators that read their results.
-    """
+def line(program: Program, batch: SymbolSizes, rates: Rates) -> Line:
+    """The costs of ``program`` for sizes ``batch``; programs captured with fixed sizes keep theirs."""
     tracked: set[fx.Node] = set()
-    tracing = _Tracing(Estimates(program.members, batch, rates, tracked), tracked, is_compiled)
+    tracing = _Tracing(Estimates(program.members, batch, rates, tracked), tracked)
     waiting = iter(program.slots)
     nodes = operators(program)
     for node in program.module.graph.nodes:
@@ -133,16 +120,6 @@ class _Root:
     slot: Slot | None = None
     trained: bool = False
     saved: int | None = None
-    # For values within a fused kernel, which has to read the operands again where the value is used.
-    is_stored: bool = True
-    operands: list[_Root] = field(default_factory=list)
-
-    def lend_uses(self) -> None:
-        """Let the operands be used and saved where this value is."""
-        for operand in self.operands:
-            operand.uses = sorted({*operand.uses, *self.uses})
-            saved = [step for step in (operand.saved, self.saved) if step is not None]
-            operand.saved = min(saved, default=None)
 
     @property
     def written(self) -> bool:
@@ -155,7 +132,6 @@ class _Tracing:
 
     estimates: Estimates
     tracked: set[fx.Node]
-    is_compiled: bool = False
     roots: dict[fx.Node, _Root] = field(default_factory=dict)
     steps: list[OperatorCost] = field(default_factory=list)
     results: list[_Root] = field(default_factory=list)
@@ -177,22 +153,19 @@ class _Tracing:
         trained = needs_gradient and slot.kind is Kind.PARAMETER
         self.roots[node] = _Root(self.bytes(node), 0, slot=slot if is_weight else None, trained=trained)
 
-    def use(self, node: fx.Node, index: int, *, is_fused: bool = False) -> None:
-        self.roots[node].is_stored |= not is_fused
+    def use(self, node: fx.Node, index: int) -> None:
         uses = self.roots[node].uses
         if not uses or uses[-1] != index:
             uses.append(index)
 
     def step(self, index: int, node: fx.Node) -> None:
-        fused = self.is_compiled and (fuses(node) or viewed(node, self.estimates.batch) is not None)
         for source in node.all_input_nodes:
-            self.use(source, index, is_fused=fused)
+            self.use(source, index)
         if gets_gradient(node, node.meta.get("example"), self.tracked):
             self.tracked.add(node)
         self.roots[node] = root = self._root(index, node)
-        root.operands += [self.roots[source] for source in node.all_input_nodes if self.roots[source] is not root]
         self.results.append(root)
-        self.use(node, index, is_fused=fused)
+        self.use(node, index)
         for saved in saves(node, self.tracked):
             if self.roots[saved].saved is None:
                 self.roots[saved].saved = index
@@ -208,7 +181,7 @@ class _Tracing:
             root = self.roots[source]
             if root.slot is not None or size <= root.size:
                 return root
-        return _Root(size, index, is_stored=False)
+        return _Root(size, index)
 
     def _seconds(self, node: fx.Node, *, is_view: bool) -> Seconds:
         tracked = node in self.tracked
@@ -238,13 +211,8 @@ class _Tracing:
 
     def line(self, count: int) -> Line:
         unique = list({id(root): root for root in self.roots.values()}.values())
-        for root in reversed(unique):
-            if not root.is_stored:
-                root.lend_uses()
         weights = [Weight(r.size, tuple(r.uses), r.trained, r.written) for r in unique if r.slot is not None and r.uses]
-        values = [
-            Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses and r.is_stored
-        ]
+        values = [Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses]
         inside = tuple(replace(w, uses=tuple(u for u in w.uses if u < count)) for w in weights)
         summed = self._summed(count)
         steps = [replace(step, summed=size) for step, size in zip(self.steps, summed, strict=True)]
@@ -262,14 +230,6 @@ class _Tracing:
             for use in uses if root.slot is not None and len(uses) > 1 else uses[:-1]:
                 summed[use] += root.size
         return summed
-
-
-def fuses(node: fx.Node) -> bool:
-    """Return whether Inductor fuses the operator with those that compute its operands."""
-    if node.meta.get("transition"):
-        return True
-    target = node.meta["origin"].target
-    return family_of(node) in _FUSED or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def family_of(node: fx.Node) -> str:

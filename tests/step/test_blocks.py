@@ -120,10 +120,10 @@ def advance_in_parts(step: TrainStep, times: int = 3) -> list[Tensor]:
 EPS = 1e-4
 
 
-def budget(fused: hf.FusedModule, opt: Any, x: Any, size: int, samples: int, *, is_compiled: bool = False) -> int:
+def budget(fused: hf.FusedModule, opt: Any, x: Any, size: int, samples: int) -> int:
     """The least memory in which ``size`` members fit."""
     program = fused.compiled(Arguments.of((x,), {})).program
-    return state_bytes(fused, opt) + block_bytes(program, size, samples, is_compiled=is_compiled)
+    return state_bytes(fused, opt) + block_bytes(program, size, samples)
 
 
 class Tied(nn.Module):
@@ -195,7 +195,7 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     def inputs(xs: list[Tensor]) -> Any:
         return hf.stacked(torch.stack(xs)) if case.stacked else xs[0]
 
-    memory = budget(fused, opt, inputs(draw(6)), case.size, 6, is_compiled=case.compile)
+    memory = budget(fused, opt, inputs(draw(6)), case.size, 6)
     step = hf.train_step(fused, memory_budget_loss_of, opt, compile=case.compile, memory=memory, parts=1)
     for size in (6, 6, 5, 6):
         xs, target = draw(size), torch.rand(size, dtype=torch.float64)

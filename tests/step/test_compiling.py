@@ -23,11 +23,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
 from hfusion.device.cache import read_sealed, write_sealed
-from hfusion.step import compile_scheduler, program_cache
-from hfusion.step.compile_request import CompileRequest
-from hfusion.step.compile_worker import BackgroundJob
+from hfusion.step import compile_scheduler, program_cache, step_signatures
+from hfusion.step.compile_request import BackgroundJob, CompileRequest
 from hfusion.step.program_cache import NoProgram, StepTimes
-from hfusion.step.step_signatures import Compiling
 from hfusion.step.train_step import TrainStep
 from tests.step.test_blocks import advance_in_parts, same
 from tests.step.test_blocks import made as made_in_parts
@@ -38,7 +36,7 @@ from tests.step.test_train_step import needs_compiler
 @pytest.mark.usefixtures("_kept")
 def test_steps_are_compiled_once_they_took_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short jobs never compile."""
-    monkeypatch.setattr(compile_scheduler, "_STEADY", 0.0)
+    monkeypatch.setattr(step_signatures, "_STEADY", 0.0)
     patient, short = made(compile=None), made(compile=None)
     advance(short, 4)
     assert "first step of its kind" in str(short.report())
@@ -58,17 +56,16 @@ def test_steps_are_compiled_once_they_took_some_time(monkeypatch: pytest.MonkeyP
 @needs_compiler
 @pytest.mark.parametrize("amp", [False, True])
 def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
-    """Measuring leaves nothing behind in the step that does it."""
+    """Both are timed while they train, and later processes decide by the same times."""
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         compiled, eager = advance_in_parts(made_in_parts()), advance_in_parts(made_in_parts(compile=False))
         assert not list(folder.glob("*-eager.json"))
         first = made_in_parts(compile=None)
-        results = advance_in_parts(first)
+        advance_in_parts(first, 22)
         (path,) = folder.glob("*-eager.json")
         wins = StepTimes(**json.loads(read_sealed(path))).eager_wins
-        # In eager steps members draw from seeds of their own where a program may follow.
         assert first.compilations == 0
-        assert wins or same(results, compiled)
+        assert ("eager steps are faster" in str(first.report())) is wins
 
         for way, expected in (("compiled", compiled), ("eager", eager)):
             write_sealed(path, json.dumps({"compiled": 1.0, "eager": 1.0, way: 0.5}).encode())
@@ -92,7 +89,7 @@ def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _impatient(_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are compiled elsewhere at the second call of their kind, and used however fast they are."""
     monkeypatch.setattr(compile_scheduler, "PATIENCE", 0.0)
-    monkeypatch.setattr(compile_scheduler, "_STEADY", 0.0)
+    monkeypatch.setattr(step_signatures, "_STEADY", 0.0)
 
 
 def made(**options: Any) -> TrainStep:
@@ -109,8 +106,7 @@ def advance(step: TrainStep, count: int) -> list[Tensor]:
 
 def job_of(step: TrainStep) -> BackgroundJob:
     """Return the only compilation that is going on."""
-    states = (variant.state for variants in step._variants.values() for variant in variants)
-    (job,) = (state.job for state in states if isinstance(state, Compiling))
+    (job,) = (variant.job for variants in step._variants.values() for variant in variants if variant.job is not None)
     return job
 
 
@@ -150,7 +146,7 @@ def test_a_killed_worker_is_reported_and_steps_go_on() -> None:
     process = job_of(step)._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
+    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: no output"):
         advance(step, 3)
     assert "in the background failed" in str(step.report())
 
@@ -192,7 +188,7 @@ def test_it_ends_with_the_process(how: str) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate cache folder in which programs and times are kept, however busy the machine is."""
-    monkeypatch.setattr(compile_scheduler, "_STEADY", math.inf)
+    monkeypatch.setattr(step_signatures, "_STEADY", math.inf)
     monkeypatch.delenv("HFUSION_CHECK")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "hfusion"

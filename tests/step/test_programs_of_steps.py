@@ -131,14 +131,14 @@ def test_a_step_with_checks_is_compiled_and_raises_as_a_member(parts: int) -> No
         check_step(step, alone, x, target)
     assert "program of" in str(step.report())
     before = {name: tensor.detach().clone() for name, tensor in fused.state_dict().items()}
-    with pytest.raises(ValueError, match=r"^a negative target$"):
+    with pytest.raises(ValueError, match=r"^a negative target"):
         step(x, -target)
     for name, parameter in fused.named_parameters():
         assert torch.equal(parameter, before[name])
     fused.load_state_dict(before)
     with torch.no_grad():
         fused.fc.bias[2] += 200  # type: ignore[union-attr, index, operator]
-    with pytest.raises(ValueError, match=r"^the bias is (199|200|201)$"):
+    with pytest.raises(ValueError, match=r"^the bias is (199|200|201)"):
         step(x, target)
     # The members before the one that raises have run, as in a loop over them.
     changed = (fused.norm.num_batches_tracked != before["norm.num_batches_tracked"]).tolist()  # type: ignore[union-attr]

@@ -241,10 +241,7 @@ def test_no_other_folder_reads_a_private_attribute() -> None:
 
 def test_no_other_folder_replaces_a_function_of_torch() -> None:
     patched = {path.relative_to(ROOT).as_posix(): list(patches(text)) for path, text in outside().items()}
-    # A setting that torch documents.
-    assert {path: names for path, names in patched.items() if names} == {
-        "hfusion/step/compile_request.py": ["torch.backends.mkldnn.enabled"]
-    }
+    assert {path: names for path, names in patched.items() if names} == {}
 
 
 def test_every_private_name_of_the_folder_is_in_the_table() -> None:
