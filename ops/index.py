@@ -23,10 +23,10 @@ from hfusion.ops.rule import (
     RuleTable,
     Site,
     Value,
-    has_per_member,
     in_order,
     loop,
     map_values,
+    none_listed,
     table,
     values,
 )
@@ -123,18 +123,16 @@ def _member_index(x: Tensor, dims: int) -> Tensor:
     return torch.arange(x.shape[0], device=x.device).view(-1, *(1,) * dims)
 
 
+@none_listed
 def index_put(
     site: Site, *, self: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
 ) -> Call | None:
     """``self`` with ``values`` at ``indices``; a mask and one value select between two tensors."""
     present = [i for i in indices if i is not None]
-    arguments = {"self": self, "indices": indices, "values": values, "accumulate": accumulate}
-    if any(v.layout is Layout.LISTED for v in (self, values, *present)):
-        return loop(site, arguments)
     if len(indices) == 1 and _is_mask(present[0]) and values.rank == 0:
         return _masked_put(site, self, present[0], values, accumulate)
     if any(_is_mask(i) and (i.rank == 0 or not i.shared) for i in present):
-        return loop(site, arguments)
+        return loop(site, {"self": self, "indices": indices, "values": values, "accumulate": accumulate})
     spans = _indexed(indices)
     rank = spans.dims + self.rank - spans.consumed
     put = values if values.shared else values.to(Layout.STACKED, rank=rank)
@@ -168,11 +166,11 @@ def masked_put(x: Tensor, mask: Tensor, value: Tensor, trailing: int, accumulate
     return torch.where(wide != 0, x + value if accumulate else value, x)
 
 
+@none_listed
 def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | None:
     """Rows at ``index`` along ``dim``."""
-    arguments = {"self": self, "dim": dim, "index": index}
-    if Layout.LISTED in (self.layout, index.layout) or self.rank == 0 or index.rank == 0:
-        return loop(site, arguments)
+    if self.rank == 0 or index.rank == 0:
+        return loop(site, {"self": self, "dim": dim, "index": index})
     wrapped_dim = normal(dim, self.rank)
     if index.shared:
         if self.layout is Layout.PACKED and wrapped_dim != 1:
@@ -183,15 +181,12 @@ def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | N
     )
 
 
+@none_listed
 def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> Call | None:
     """``index_add`` and its kin: ``source`` goes to rows ``index`` along ``dim``, shared by all members."""
-    arguments = {"self": self, "dim": dim, "index": index, **rest}
-    operands = values(rest)
-    if any(v.layout is Layout.LISTED for v in (self, index, *operands)) or has_per_member(rest):
-        return loop(site, arguments)
-    if not index.shared or self.rank == 0 or any(v.rank != self.rank for v in operands):
+    if not index.shared or self.rank == 0 or any(v.rank != self.rank for v in values(rest)):
         # vmap fills the wrong rows of a shared tensor by stacked indices (torch 2.13).
-        return loop(site, arguments) if site.target in _FILLS else None
+        return loop(site, {"self": self, "dim": dim, "index": index, **rest}) if site.target in _FILLS else None
     wrapped_dim = normal(dim, self.rank)
     moved = map_values({"self": self, **rest}, lambda v: v.to(Layout.STACKED))
     args, kwargs = in_order(site, {**moved, "dim": wrapped_dim + 1, "index": index})
@@ -212,20 +207,22 @@ def take_flat(x: Tensor, indices: Tensor) -> Tensor:
     return x.reshape(members, -1).gather(1, indices.reshape(members, -1))
 
 
+@none_listed
 def bucketize(site: Site, *, self: Value, boundaries: Value, **options: Any) -> Call | None:
     """Elementwise in ``self`` where all members share the boundaries."""
     arguments = {"self": self, "boundaries": boundaries, **options}
-    if self.layout is Layout.LISTED or not boundaries.shared:
+    if not boundaries.shared:
         return loop(site, arguments)
     args, kwargs = in_order(site, arguments)
     return site.call(site.target, args, self.layout, self.layout.value, kwargs)
 
 
-def one_hot(site: Site, *, self: Value, num_classes: int) -> Call | None:
-    if num_classes == -1:
-        refuse(site)
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self, "num_classes": num_classes})
+def one_hot(site: Site, *, self: Value, num_classes: int) -> Answer:
+    return refuse(site) if num_classes == -1 else _one_hot(site, self=self, num_classes=num_classes)
+
+
+@none_listed
+def _one_hot(site: Site, *, self: Value, num_classes: int) -> Call:
     return site.call(site.target, (self, num_classes), self.layout, self.layout.value)
 
 

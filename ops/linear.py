@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hfusion.core.layout import Layout, lift
 from hfusion.ops.lowering import Efficiency
-from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
+from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, loop, scalars_alike, table
 from hfusion.ops.saved import FACTORS
 from hfusion.torch_private.dispatch_modes import in_transform
 
@@ -203,16 +203,14 @@ def outer_product(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
+@scalars_alike
 def addmm(site: Site, self: Value, mat1: Value, mat2: Value, beta: Any, alpha: Any) -> Call:
-    if has_per_member((beta, alpha)):
-        return loop(site, {"self": self, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha})
     operands = (self.to(STACKED, rank=2), mat1.to(STACKED), mat2.to(STACKED))
     return site.call(torch.baddbmm, operands, STACKED, "baddbmm", {"beta": beta, "alpha": alpha})
 
 
+@scalars_alike
 def addmv(site: Site, self: Value, mat: Value, vec: Value, beta: Any, alpha: Any) -> Call:
-    if has_per_member((beta, alpha)):
-        return loop(site, {"self": self, "mat": mat, "vec": vec, "beta": beta, "alpha": alpha})
     operands = (self.to(STACKED, rank=1), mat.to(STACKED), vec.to(STACKED), beta, alpha)
     return site.call(addmv_stacked, operands, STACKED, "baddbmm")
 
@@ -222,9 +220,8 @@ def addmv_stacked(x: Tensor, mat: Tensor, vec: Tensor, beta: Any, alpha: Any) ->
     return torch.baddbmm(x.unsqueeze(-1), mat, vec.unsqueeze(-1), beta=beta, alpha=alpha).squeeze(-1)
 
 
+@scalars_alike
 def baddbmm(site: Site, self: Value, batch1: Value, batch2: Value, beta: Any, alpha: Any) -> Call:
-    if has_per_member((beta, alpha)):
-        return loop(site, {"self": self, "batch1": batch1, "batch2": batch2, "beta": beta, "alpha": alpha})
     operands = (self.to(STACKED, rank=3), batch1.to(STACKED), batch2.to(STACKED), beta, alpha)
     return site.call(baddbmm_folded, operands, STACKED, "baddbmm")
 

@@ -21,6 +21,7 @@ from hfusion.ops.rule import (
     in_order,
     loop,
     map_values,
+    scalars_alike,
     table,
 )
 
@@ -43,10 +44,9 @@ def reduce(x: Tensor, reduction: int) -> Tensor:
     return x.sum(dims) if reduction == SUM else x.mean(dims)
 
 
+@scalars_alike
 def elementwise(site: Site, **arguments: Any) -> Call:
     """Losses of elements or rows that broadcast, with the batch dims in front."""
-    if has_per_member(arguments):
-        return loop(site, arguments)
     rank = _rank(arguments)
     # Weights of classes broadcast as they are; the losses themselves want operands of one shape.
     stacked = map_values(arguments, lambda v: v if v.shared and v.rank < rank else v.to(STACKED, rank=rank))
@@ -77,10 +77,8 @@ def rows(rank: int, shared: tuple[str, ...] = ()) -> Rule:
 
     def rule(site: Site, **arguments: Any) -> Call:
         fixed = [arguments[name] for name in shared if arguments[name] is not None]
-        if has_per_member(arguments) or not all(value.shared for value in fixed):
-            return loop(site, arguments)
         first = next(v for v in arguments.values() if isinstance(v, Value))
-        if first.rank == 0:
+        if has_per_member(arguments) or first.rank == 0 or not all(value.shared for value in fixed):
             return loop(site, arguments)
         operands = {
             name: v.to(STACKED) if isinstance(v, Value) and name not in shared else v for name, v in arguments.items()

@@ -23,10 +23,11 @@ from hfusion.ops.rule import (
     RuleTable,
     Site,
     Value,
-    has_per_member,
     in_order,
     loop,
+    none_listed,
     pointwise,
+    scalars_alike,
     table,
     values,
 )
@@ -143,12 +144,11 @@ def clamp(site: Site, *, self: Value, min: Value | None, max: Value | None) -> C
     return elementwise(site, **arguments)
 
 
+@none_listed
 def masked_fill(site: Site, *, self: Value, mask: Value, value: Any) -> Call | None:
     """``self [*S]`` with ``value`` where ``mask``; a 0-dim ``value`` per member is filled in by `where`."""
     if not isinstance(value, Value) or value.shared:
         return pointwise(site, self=self, mask=mask, value=value)
-    if any(v.layout is Layout.LISTED for v in (self, mask, value)):
-        return loop(site, {"self": self, "mask": mask, "value": value})
     rank = site.rank
     lifted = [v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (mask, value, self)]
     return site.call(where_filled, tuple(lifted), Layout.STACKED, "stacked")
@@ -215,19 +215,17 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+@none_listed
 def cast_as(site: Site, *, self: Value, other: Value, **options: Any) -> Call | None:
     """``self`` in the dtype and on the device of ``other``, whose values play no part."""
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self, "other": other, **options})
     copied = bool(options.get("copy", False))
     args = (self, site.example.device, site.example.dtype, False, copied)
     return site.call(aten.to.device, args, self.layout, self.layout.value)
 
 
+@none_listed
 def prelu(site: Site, *, self: Value, weight: Value) -> Call | None:
     """``weight`` holds one slope, or one for each channel, dim 1 of ``self``."""
-    if Layout.LISTED in (self.layout, weight.layout):
-        return loop(site, {"self": self, "weight": weight})
     slopes = weight if weight.shared else weight.to(Layout.STACKED)
     return site.call(prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED, "stacked")
 
@@ -245,10 +243,9 @@ def prelu_stacked(x: Tensor, weight: Tensor, per_member: bool) -> Tensor:
     return result
 
 
+@scalars_alike
 def like(site: Site, *, self: Value, **options: Any) -> Call | None:
     """Return one constant tensor for all members, in the shape that one member sees."""
-    if has_per_member(options):
-        return loop(site, {"self": self, **options})
     args, kwargs = in_order(site, {"self": self, **options})
     first = (site.target, self.layout.value, site.members, args, kwargs)
     return site.call(on_first_member, first, Layout.SHARED, "shared")

@@ -24,6 +24,7 @@ from hfusion.ops.rule import (
     in_order,
     loop,
     map_values,
+    scalars_alike,
     table,
 )
 from hfusion.ops.saved import NOTHING
@@ -151,9 +152,8 @@ def _scale(p: float, alpha: bool) -> float:
     return float(((SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5) if alpha else 1 / (1 - p)
 
 
+@scalars_alike
 def native_dropout(site: Site, input: Value, p: Any, train: Any) -> Call:
-    if isinstance(p, MemberScalars) or isinstance(train, MemberScalars):
-        return loop(site, {"input": input, "p": p, "train": train})
     return site.call(native_dropout_stacked, (input.to(STACKED), float(p), train), STACKED, "own draws")
 
 
@@ -165,15 +165,10 @@ def native_dropout_stacked(x: Tensor, p: float, train: bool | None) -> tuple[Ten
     return x * mask * _scale(p, False), mask
 
 
-def rrelu(site: Site, self: Value, lower: Any, upper: Any, training: Any, generator: Any) -> Call:
-    if has_per_member((lower, upper, training)) or (training and generator is not None):
-        arguments = {
-            "self": self,
-            "lower": lower,
-            "upper": upper,
-            "training": training,
-            "generator": generator,
-        }
+@scalars_alike
+def rrelu(site: Site, **arguments: Any) -> Call:
+    self, lower, upper, training, generator = arguments.values()
+    if training and generator is not None:
         return loop(site, arguments)
     if training:
         return site.call(rrelu_stacked, (self.to(STACKED), lower, upper), STACKED, "own draws")
@@ -235,10 +230,9 @@ FROM_SEEDS: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
+@scalars_alike
 def elementwise(site: Site, **arguments: Any) -> Call:
     """Draw one number for each element of the operands; shared operands are repeated for each member."""
-    if has_per_member(arguments):
-        return loop(site, arguments)
     if "memory_format" in arguments:
         arguments["memory_format"] = None
     stacked = map_values(arguments, lambda v: v.to(STACKED, rank=site.rank))
@@ -246,17 +240,15 @@ def elementwise(site: Site, **arguments: Any) -> Call:
     return site.call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
 
 
+@scalars_alike
 def factory(site: Site, size: Any, **arguments: Any) -> Call:
     """Draw random numbers of a given shape for each member."""
-    if has_per_member((size, arguments)):
-        return loop(site, {"size": size, **arguments})
     args, kwargs = in_order(site, {"size": [site.members, *size], **arguments})
     return site.call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
 
 
+@scalars_alike
 def randperm(site: Site, n: Any, **arguments: Any) -> Call:
-    if has_per_member((n, arguments)):
-        return loop(site, {"n": n, **arguments})
     return site.call(permutations, (site.members, n), STACKED, "own draws", arguments)
 
 
@@ -265,14 +257,10 @@ def permutations(members: int, n: int, **options: Any) -> Tensor:
     return draw(lambda: torch.stack([aten.randperm.default(n, **options) for _ in range(members)]))
 
 
-def multinomial(site: Site, self: Value, num_samples: Any, replacement: Any, generator: Any) -> Call:
-    if has_per_member((num_samples, replacement)) or generator is not None:
-        arguments = {
-            "self": self,
-            "num_samples": num_samples,
-            "replacement": replacement,
-            "generator": generator,
-        }
+@scalars_alike
+def multinomial(site: Site, **arguments: Any) -> Call:
+    self, num_samples, replacement, generator = arguments.values()
+    if generator is not None:
         return loop(site, arguments)
     return site.call(multinomial_stacked, (self.to(STACKED), num_samples, replacement), STACKED, "own draws")
 

@@ -20,9 +20,9 @@ from hfusion.ops.rule import (
     RuleTable,
     Site,
     Value,
-    has_per_member,
     in_order,
     loop,
+    none_listed,
     pointwise,
     table,
 )
@@ -31,11 +31,10 @@ from hfusion.ops.shape import NEEDS_0_1, NEEDS_1, along, shifted
 aten = torch.ops.aten
 
 
+@none_listed
 def over(site: Site, *, self: Value, dim: Any, **rest: Any) -> Answer:
     """Reduce along ``dim``, one or several dims; None or an empty list means all dims of a member."""
     arguments = {"self": self, "dim": dim, **rest}
-    if self.layout is Layout.LISTED or has_per_member(arguments):
-        return loop(site, arguments)
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return all_dims(site, arguments)
     if self.rank == 0:
@@ -67,9 +66,8 @@ def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Answer:
 def full(by: OpOverload) -> Rule:
     """Return the rule of a full reduction without ``dim``, computed by its overload ``by`` with ``dim``."""
 
+    @none_listed
     def rule(site: Site, *, self: Value, **rest: Any) -> Call | None:
-        if self.layout is Layout.LISTED or has_per_member(rest):
-            return loop(site, {"self": self, **rest})
         return all_dims(Site(by, site.members, site.example), {"self": self, "keepdim": False, **rest})
 
     return rule
@@ -78,13 +76,13 @@ def full(by: OpOverload) -> Rule:
 def flat(by: OpOverload) -> Rule:
     """Return the rule of a full reduction whose overload ``by`` takes a single dim: flatten the member, reduce that."""
 
+    @none_listed
     def rule(site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any) -> Answer:
         arguments = {"self": self, "dim": dim, "keepdim": keepdim, **rest}
         if dim is not None:
             return over(site, **arguments)
-        if self.layout is Layout.LISTED or has_per_member(rest) or keepdim:
-            parameter_names = {parameter.name for parameter in site.target._schema.arguments}
-            return loop(site, {name: item for name, item in arguments.items() if name in parameter_names})
+        if keepdim:
+            return loop(site, arguments)
         return site.call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED, "stacked")
 
     return rule
@@ -125,19 +123,19 @@ _REDUCING = overloads(
 # Distances and similarities between rows.
 
 
+@none_listed
 def cosine_similarity(site: Site, *, x1: Value, x2: Value, dim: int, eps: float) -> Call:
     """Broadcasts ``x1`` and ``x2``; ``dim`` counts in the result of that."""
     rank = max(x1.rank, x2.rank)
-    if rank == 0 or has_per_member((dim, eps)) or Layout.LISTED in (x1.layout, x2.layout):
+    if rank == 0:
         return loop(site, {"x1": x1, "x2": x2, "dim": dim, "eps": eps})
     a, b = (v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (x1, x2))
     return site.call(site.target, (a, b, shifted(dim, rank), eps), Layout.STACKED, "stacked")
 
 
+@none_listed
 def pairwise_distance(site: Site, *, x1: Value, x2: Value, p: float, eps: float, keepdim: bool) -> Call:
     """Broadcasts ``x1`` and ``x2``, and reduces the last dim."""
-    if has_per_member((p, eps, keepdim)) or Layout.LISTED in (x1.layout, x2.layout):
-        return loop(site, {"x1": x1, "x2": x2, "p": p, "eps": eps, "keepdim": keepdim})
     rank = max(x1.rank, x2.rank)
     a, b = (v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (x1, x2))
     return site.call(site.target, (a, b, p, eps, keepdim), Layout.STACKED, "stacked")

@@ -23,17 +23,17 @@ from hfusion.ops.rule import (
     loop,
     map_values,
     merge,
+    none_listed,
     table,
 )
 
 aten = torch.ops.aten
 
 
+@none_listed
 def constant_pad(site: Site, **arguments: Any) -> Call | None:
     """Padding counts dims from the last: fits stacked values, and packed ones if N and C keep their size."""
     x: Value = arguments["self"]
-    if x.layout is Layout.LISTED or has_per_member(arguments):
-        return loop(site, arguments)
     packs = x.layout is Layout.PACKED and len(arguments["pad"]) // 2 <= x.rank - 2
     layout = Layout.PACKED if packs else Layout.STACKED
     args, _ = in_order(site, map_values(arguments, lambda v: v.to(layout)))
@@ -56,11 +56,10 @@ def grid_sample(site: Site, **arguments: Any) -> Answer:
     return folding(channelwise=False)(site, **arguments)
 
 
+@none_listed
 def affine_grid(site: Site, **arguments: Any) -> Call | None:
     """``theta [N, d, d+1]`` to a grid; its ``size`` argument holds N."""
     theta: Value = arguments["theta"]
-    if theta.layout is Layout.LISTED or has_per_member(arguments):
-        return loop(site, arguments)
     args = (theta.to(Layout.STACKED), arguments["size"], arguments["align_corners"])
     return site.call(affine_grids, args, Layout.STACKED, "folded")
 

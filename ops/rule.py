@@ -229,6 +229,27 @@ def loop(site: Site, arguments: Mapping[str, Any], efficiency: Efficiency = PLAI
     return site.call(call_per_member, whole, Layout.LISTED, "loop over members", efficiency=efficiency, loops=True)
 
 
+def scalars_alike(rule: Rule) -> Rule:
+    """Decorate a rule for scalars that are the same in all members: a loop over members is taken where one differs."""
+
+    @functools.wraps(rule)
+    def checked(site: Site, **arguments: Any) -> Answer:
+        return loop(site, arguments) if has_per_member(arguments) else rule(site, **arguments)
+
+    return checked
+
+
+def none_listed(rule: Rule) -> Rule:
+    """Decorate a rule as `scalars_alike` does; a loop is taken where an operand is listed, too."""
+
+    @functools.wraps(rule)
+    def checked(site: Site, **arguments: Any) -> Answer:
+        listed = any(value.layout is Layout.LISTED for value in values(arguments))
+        return loop(site, arguments) if listed or has_per_member(arguments) else rule(site, **arguments)
+
+    return checked
+
+
 def pointwise(site: Site, **arguments: Any) -> Call | None:
     """Elementwise with broadcasting: the operator itself on operands brought to one layout.
 

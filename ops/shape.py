@@ -28,6 +28,7 @@ from hfusion.ops.rule import (
     in_order,
     loop,
     map_values,
+    none_listed,
     table,
     values,
 )
@@ -114,8 +115,9 @@ def reshape_packed(x: Tensor, members: int, shape: Sequence[int]) -> Tensor:
     return x.reshape(batch, channels if channels == -1 else members * channels, *rest)
 
 
+@none_listed
 def flatten(site: Site, *, self: Value, start_dim: int, end_dim: int) -> Call | None:
-    if self.layout is Layout.LISTED or self.rank == 0:
+    if self.rank == 0:
         return loop(site, {"self": self, "start_dim": start_dim, "end_dim": end_dim})
     start, end = normal(start_dim, self.rank), normal(end_dim, self.rank)
     if self.layout is Layout.PACKED and start >= 1:
@@ -123,12 +125,13 @@ def flatten(site: Site, *, self: Value, start_dim: int, end_dim: int) -> Call | 
     return site.call(aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked")
 
 
-def ravel(site: Site, *, self: Value) -> Call | None:
-    return flatten(Site(aten.flatten.using_ints, site.members, site.example), self=self, start_dim=0, end_dim=-1)
+def ravel(site: Site, *, self: Value) -> Answer:
+    return flatten(of_operator(site, aten.flatten.using_ints), self=self, start_dim=0, end_dim=-1)
 
 
+@none_listed
 def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Call | None:
-    if self.layout is Layout.LISTED or self.rank == 0:
+    if self.rank == 0:
         return loop(site, {"self": self, "dim": dim, "sizes": sizes})
     wrapped_dim = normal(dim, self.rank)
     if self.layout is Layout.PACKED and wrapped_dim >= 1:
@@ -148,7 +151,7 @@ def unflatten_packed(x: Tensor, members: int, dim: int, sizes: Sequence[int]) ->
 
 def reshape_as(site: Site, *, self: Value, other: Value) -> Call | None:
     if Layout.LISTED in (self.layout, other.layout):
-        return loop(Site(aten.reshape_as.default, site.members, site.example), {"self": self, "other": other})
+        return loop(of_operator(site, aten.reshape_as.default), {"self": self, "other": other})
     if other.shared:
         return site.call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED, "stacked")
     operands = (self.to(Layout.STACKED), other.to(Layout.STACKED))
@@ -160,9 +163,8 @@ def reshape_to(x: Tensor, other: Tensor) -> Tensor:
     return x.reshape(x.shape[0], *other.shape)
 
 
+@none_listed
 def permute(site: Site, *, self: Value, dims: Sequence[int]) -> Call | None:
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self, "dims": dims})
     order = [normal(d, self.rank) for d in dims]
     if self.layout is Layout.PACKED and order[:2] == [0, 1]:
         return site.call(aten.permute.default, (self, order), Layout.PACKED, "packed")
@@ -170,7 +172,7 @@ def permute(site: Site, *, self: Value, dims: Sequence[int]) -> Call | None:
     return site.call(aten.permute.default, stacked, Layout.STACKED, "stacked")
 
 
-def reverse(site: Site, *, self: Value) -> Call | None:
+def reverse(site: Site, *, self: Value) -> Answer:
     """``t`` and ``.T``: all dims in reverse order."""
     return permute(of_operator(site, aten.permute.default), self=self, dims=list(reversed(range(self.rank))))
 
@@ -197,18 +199,16 @@ def squeeze(site: Site, *, self: Value) -> Answer:
     return RULES[aten.squeeze.dims](of_operator(site, aten.squeeze.dims), self=self, dim=ones)
 
 
+@none_listed
 def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
     wrapped_dim = normal(dim, self.rank + 1)
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self, "dim": dim})
     if self.layout is Layout.PACKED and wrapped_dim >= 2:
         return site.call(site.target, (self, wrapped_dim), Layout.PACKED, "packed")
     return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1), Layout.STACKED, "stacked")
 
 
+@none_listed
 def expand(site: Site, *, self: Value, size: Sequence[Any], implicit: bool = False) -> Call | None:
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self, "size": size})
     if self.layout is Layout.PACKED and site.rank == self.rank and equal(self.shape[1], site.example.shape[1]):
         return site.call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED, "packed")
     x = self.to(Layout.STACKED, rank=site.rank)
@@ -246,10 +246,9 @@ def roll(site: Site, *, self: Value, shifts: Any, dims: Any) -> Answer:
 _roll = along("dims", packed=NEEDS_1)
 
 
+@none_listed
 def triangle(site: Site, *, self: Value, diagonal: Any) -> Call | None:
     """The last two dims are the matrix."""
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self, "diagonal": diagonal})
     layout = Layout.PACKED if self.layout is Layout.PACKED and self.rank >= 4 else Layout.STACKED
     return same_call(site, {"self": self, "diagonal": diagonal}, layout)
 
@@ -270,7 +269,7 @@ _SLICE = along("dim", packed=NEEDS_1)
 _TO_THE_END = 2**63 - 1
 
 
-def size(site: Site, *, self: Value, dim: int) -> Call | None:
+def size(site: Site, *, self: Value, dim: int) -> Answer:
     """A member's size, the same for all."""
     if self.layout is Layout.STACKED:
         return site.call(aten.sym_size.int, (self, normal(dim, self.rank) + 1), Layout.SHARED, "size")
@@ -297,10 +296,9 @@ def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
     return flat.as_strided((x.shape[0], *size), (flat.shape[1], *stride), flat.storage_offset() + offset)
 
 
+@none_listed
 def view_as_complex(site: Site, *, self: Value) -> Call:
     """Pairs of numbers as complex ones; pairs of a member are not always next to each other in a stack."""
-    if self.layout is Layout.LISTED:
-        return loop(site, {"self": self})
     operand = self.to(Layout.STACKED)
     return site.call(complex_pairs, (operand,), Layout.STACKED, "stacked", view=View.USUALLY)
 
@@ -325,18 +323,18 @@ _SPLITS = (
 # Joins and repetitions: of several tensors, or of one with itself.
 
 
+@none_listed
 def repeat(site: Site, *, self: Value, **repeats: Any) -> Call | None:
     """``repeat`` and ``tile``."""
     (counts,) = repeats.values()
     counts = [1] * (self.rank - len(counts)) + list(counts)
-    if self.layout is Layout.LISTED or has_per_member(counts):
-        return loop(of_operator(site, aten.repeat.default), {"self": self, "repeats": counts})
     x = self.to(Layout.STACKED, rank=len(counts))
     return site.call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
 
 
+@none_listed
 def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None, **rest: Any) -> Call | None:
-    if self.layout is Layout.LISTED or self.rank == 0 or has_per_member((repeats, dim)):
+    if self.rank == 0:
         return loop(site, {"self": self, "repeats": repeats, "dim": dim, **rest})
     x = self.to(Layout.STACKED)
     if dim is None:
@@ -349,10 +347,11 @@ def repeat_flat(x: Tensor, repeats: int) -> Tensor:
     return x.flatten(1).repeat_interleave(repeats, 1)
 
 
+@none_listed
 def cat(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     """Members side by side in the channels can be joined along them too."""
     rank = site.rank
-    if any(v.layout is Layout.LISTED or v.rank != rank for v in tensors):
+    if any(v.rank != rank for v in tensors):
         return loop(of_operator(site, aten.cat.default), {"tensors": tensors, "dim": dim})
     wrapped_dim = normal(dim, rank)
     if all(v.layout is Layout.PACKED for v in tensors):
@@ -368,9 +367,8 @@ def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
     return torch.cat([torch.unflatten(x, 1, (members, -1)) for x in tensors], 2).flatten(1, 2)
 
 
+@none_listed
 def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
-    if any(v.layout is Layout.LISTED for v in tensors):
-        return loop(of_operator(site, aten.stack.default), {"tensors": tensors, "dim": dim})
     wrapped_dim = normal(dim, site.rank)
     if wrapped_dim >= 2 and all(v.layout is Layout.PACKED for v in tensors):
         return site.call(aten.stack.default, (list(tensors), wrapped_dim), Layout.PACKED, "packed")
@@ -381,7 +379,7 @@ def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
 def cat_along(dim: int, least: int) -> Rule:
     """Return the rule of ``hstack``, ``vstack`` or ``dstack``: `cat` along ``dim`` if members have ``least`` dims."""
 
-    def rule(site: Site, *, tensors: Sequence[Value]) -> Call | None:
+    def rule(site: Site, *, tensors: Sequence[Value]) -> Answer:
         if any(v.rank < least for v in tensors):
             return loop(site, {"tensors": tensors})
         return cat(site, tensors=tensors, dim=dim)
