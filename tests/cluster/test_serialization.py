@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,6 @@ cloudpickle = pytest.importorskip("cloudpickle")
 import hfusion as hf  # noqa: E402
 from hfusion.cluster.messages import pack, unpack  # noqa: E402
 from hfusion.device.worker_process import Failure, pack_message, unpack_message  # noqa: E402
-from tests.cluster.temporary_files import RAY_ENVIRONMENT  # noqa: E402
 
 
 class Refused(Exception):
@@ -103,19 +98,6 @@ def test_errors_come_back_with_their_traceback(error: Exception, kind: type[Exce
     assert type(back) is kind
     assert str(back).startswith(text)
     assert back.__notes__[-1].startswith("in a process:\n")
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("variant", ["file", "-c", "ray"])
-def test_a_script_trains_what_it_defines(variant: str) -> None:
-    """Classes of the script and of a function, closures: models are those of one machine, bit for bit."""
-    if variant == "ray":
-        pytest.importorskip("ray")
-    script = Path(__file__).with_name("own_script.py")
-    command = {"file": [str(script)], "-c": ["-c", script.read_text()], "ray": [str(script), "--ray"]}[variant]
-    environment = {**os.environ, **RAY_ENVIRONMENT, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1:] == ["all classes are the script's"], done.stderr
 
 
 def tensors() -> dict[str, Tensor]:

@@ -192,11 +192,13 @@ print("the same")
 """
 
 
-def test_a_script_without_a_guard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["file", "-c"])
+def test_a_script_without_a_guard(way: str, tmp_path: Path) -> None:
     """Its classes are its own, and it runs once."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT.replace("FOLDER", repr(str(tmp_path))))
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    path, text = tmp_path / "script.py", SCRIPT.replace("FOLDER", repr(str(tmp_path)))
+    path.write_text(text)
+    command = [str(path)] if way == "file" else ["-c", text]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout == "begun\nthe same\n"
     assert multiprocessing.active_children() == []
