@@ -99,10 +99,8 @@ def listening(study: Study) -> Iterator[None]:
     local = study._thread_local
     before, local.in_optimize_loop = local.in_optimize_loop, True
     study._stop_flag = False
-    storages = import_optuna().storages
-    if storages._heartbeat.is_heartbeat_enabled(study._storage):
-        with warnings.catch_warnings(action="ignore", category=import_optuna().exceptions.ExperimentalWarning):
-            storages.fail_stale_trials(study)
+    with warnings.catch_warnings(action="ignore", category=import_optuna().exceptions.ExperimentalWarning):
+        import_optuna().storages.fail_stale_trials(study)
     try:
         yield
     finally:
@@ -310,7 +308,8 @@ class Trials:
     def beat(self) -> None:
         """Record a heartbeat of every live trial, if the study's storage has Optuna's heartbeats."""
         storage: Any = self.study._storage
-        if self.optuna.storages._heartbeat.is_heartbeat_enabled(storage):
+        # Storages without heartbeats, such as journals, have no such method.
+        if getattr(storage, "get_heartbeat_interval", lambda: None)() is not None:
             for trial in self.live.values():
                 storage.record_heartbeat(trial._trial_id)
 
