@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -49,13 +50,9 @@ ArrayListener: TypeAlias = Callable[[int, ArrayEvent, str | None], None]
 
 
 @dataclass
-class _ArrayCounts:
+class _Logged:
     """What the log has of an array: how many minibatches it was trained on, when that was written, who has stopped."""
 
-    name: str
-    members: int
-    epoch: int
-    steps: int
     trained: int = 0
     at: float = -math.inf
     stopped: set[int] = field(default_factory=set)
@@ -66,7 +63,7 @@ class ArrayLogs:
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._arrays: dict[str, _ArrayCounts] = {}
+        self._arrays: dict[str, _Logged] = defaultdict(_Logged)
 
     def hear(
         self, name: str, task: Task, members: Sequence[int], event: ArrayEvent, location: Mapping[str, object]
@@ -74,32 +71,27 @@ class ArrayLogs:
         """Write an event of the array ``name`` of a task. ``location``: fields for the device, node and process."""
         if not self._log.writes or (isinstance(event, ArrayNote) and event.event == "copied"):
             return
-        if name not in self._arrays:
-            self._arrays[name] = _ArrayCounts(name, len(members), task.epoch, task.steps)
-        array = self._arrays[name]
+        array, values = self._arrays[name], {}
         if isinstance(event, ArrayNote):
             array.stopped.update(event.members)
-            minibatches = array.trained if event.minibatches is None else event.minibatches
-            self._write(array, event.event, minibatches, location, error=event.error)
+            what, done = event.event, array.trained if event.minibatches is None else event.minibatches
+            values["error"] = event.error
         elif isinstance(event, Step):
-            done = event.epoch * array.epoch + event.step + 1
-            ends, now = done % array.epoch == 0, time.monotonic()
-            if ends or now - array.at > _PAUSE:
-                array.trained, array.at = done, now
-                self._write(array, "trained", done, location, loss=_short(event.losses))
+            what, done = "trained", event.epoch * task.epoch + event.step + 1
+            now = time.monotonic()
+            if done % task.epoch and now - array.at <= _PAUSE:
+                return
+            array.trained, array.at = done, now
+            values["loss"] = _short(event.losses)
         else:
-            done = (event.epoch + 1) * array.epoch
-            self._write(array, "evaluated", done, location, loss=_short(event.losses.mean(0)))
-
-    def _write(
-        self, array: _ArrayCounts, event: str, minibatches: int, location: Mapping[str, object], **values: str | None
-    ) -> None:
+            what, done = "evaluated", (event.epoch + 1) * task.epoch
+            values["loss"] = _short(event.losses.mean(0))
         counts = {
-            "epoch": f"{minibatches // array.epoch}/{array.steps // array.epoch}",
-            "minibatch": f"{minibatches}/{array.steps}",
-            "members": f"{array.members - len(array.stopped)}/{array.members}",
+            "epoch": f"{done // task.epoch}/{task.epochs}",
+            "minibatch": f"{done}/{task.steps}",
+            "members": f"{len(members) - len(array.stopped)}/{len(members)}",
         }
-        self._log.array(array.name, event, {**location, **counts, **values})
+        self._log.array(name, what, {**location, **counts, **values})
 
 
 def _short(losses: Tensor) -> str:

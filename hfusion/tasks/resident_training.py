@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import BoundProgram
 from hfusion.core.exclusive import compiling_within
 from hfusion.device.backend import backend
 from hfusion.device.device_queues import Mark
@@ -221,11 +220,8 @@ def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, draws: bool = Fals
         return f"it is spilled, in {len(plan.shards)} shards, which run one by one"
     if arrangement.task.compile is not None:
         return ""
-    source = BoundProgram.of(
-        arrangement.array.compiled(arrangement.minibatch().arguments_for(arrangement.array)), arrangement.array
-    )
-    if source.compiled.opaque:
-        part = source.compiled.opaque[0]
+    array = arrangement.array
+    for part in array.compiled(arrangement.minibatch().arguments_for(array)).opaque:
         return f"{part.path or 'forward'} runs in a loop over members: {part.why}"
     if draws:
         # A program draws other numbers than the plain loop.
