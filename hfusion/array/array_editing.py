@@ -37,7 +37,7 @@ from hfusion.core.parameter_attributes import mark_stack
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 from hfusion.device.backend import active_autocast
 from hfusion.passes.align import Unexplained, differ_in
-from hfusion.torch_private.dynamo_state import uncompiled
+from hfusion.torch_private.export_state import uncompiled
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

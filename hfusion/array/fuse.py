@@ -15,7 +15,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.backend import draws_kept, keep_large_blocks
-from hfusion.torch_private.dynamo_state import uncompiled
+from hfusion.torch_private.export_state import uncompiled
 
 
 def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:

@@ -46,8 +46,7 @@ from hfusion.ops.rule import hint
 from hfusion.optim import coupling
 from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.dispatch_modes import in_transform, outside_transforms, unwrapped
-from hfusion.torch_private.dynamo_state import outside_trace
-from hfusion.torch_private.export_state import exporting, outside_export
+from hfusion.torch_private.export_state import exporting, outside_export, outside_trace
 
 
 class FusedModule(Rows, Tree):

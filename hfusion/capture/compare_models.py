@@ -23,7 +23,7 @@ from hfusion.capture.registered_tensors import check_materialized, overlaps, ten
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_own_hook
 from hfusion.core.python_values import PLAIN, attributes, parts, walk
-from hfusion.torch_private.dynamo_state import uncompiled
+from hfusion.torch_private.export_state import uncompiled
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from hfusion.torch_private.dynamo_state import compile_lock
+from hfusion.torch_private.export_state import compile_lock
 
 
 class FairLock:

@@ -58,7 +58,7 @@ from hfusion.optim.optimizer_rows import MemberRows, complete_state, first_value
 from hfusion.optim.torch_steppers import Stepper
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
-from hfusion.torch_private.dynamo_state import tensor_guards
+from hfusion.torch_private.export_state import tensor_guards
 from hfusion.torch_private.module_hooks import spare_dynamo
 
 

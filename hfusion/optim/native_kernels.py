@@ -23,7 +23,7 @@ from hfusion.optim import kernel_source
 from hfusion.optim.formula import Formula
 from hfusion.optim.hyper import Options, Settings
 from hfusion.optim.torch_steppers import Stepper, StepTensors
-from hfusion.torch_private.dynamo_state import tensor_guards
+from hfusion.torch_private.export_state import tensor_guards
 
 SOURCE = Path(__file__).with_name("kernels.c")
 

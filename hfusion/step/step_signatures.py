@@ -22,7 +22,7 @@ from hfusion.step.parallel_blocks import BlockPartition, drawing
 from hfusion.step.program_cache import StepTimes
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
-from hfusion.torch_private.dynamo_state import TensorGuards, tensor_guards
+from hfusion.torch_private.export_state import TensorGuards, tensor_guards
 from hfusion.torch_private.module_hooks import has_global_hooks
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")

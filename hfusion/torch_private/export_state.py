@@ -1,20 +1,28 @@
-"""The state of the process and the thread that `torch.export` changes while it traces."""
+"""The state of the process and the thread that tracing changes: by `torch.export`, and by Dynamo."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._C._dynamo.guards import TensorGuards
 from torch._functorch import predispatch
+from torch._guards import tracing
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.torch_private.dispatch_modes import detect_fake_mode
-from hfusion.torch_private.dynamo_state import outside_trace
 from hfusion.torch_private.replaced_functions import replaced
+
+# What is imported here for other files.
+__all__ = ["TensorGuards"]
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 MODULES_BELOW_CODE = frozenset({"torch.overrides", "torch._tensor", "torch._subclasses.fake_tensor"})
@@ -99,3 +107,61 @@ def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
         return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
 
     return flatten
+
+
+# State of Dynamo: its lock, its tensor guards, and the trace that a thread is in.
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
+    """Return torch's guards, which check if tensors have the same types, dtypes, devices, shapes and strides."""
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def compile_lock() -> AbstractContextManager[Any]:
+    """Return the lock that a thread holds while Dynamo compiles. Imports Dynamo."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
+
+
+def outside_trace() -> AbstractContextManager[Any]:
+    """Context manager: hide the trace that this thread is in."""
+    return tracing(None)
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module inside a wrapper of torch.compile; anything else as it is."""
+    while type(model).__module__ == "torch._dynamo.eval_frame":
+        model = model._orig_mod
+    return model
+
+
+# Call functions that torch hides from Dynamo without importing Dynamo, which takes a second.
+#
+# Torch imports Dynamo at their first call. As long as nothing else has imported it, there is nothing to hide from.
+
+ModeClass = TypeVar("ModeClass", bound=type[TorchDispatchMode])
+
+
+def is_dynamo_imported() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a version of a torch function that hides from Dynamo only if Dynamo is imported."""
+    plain = inspect.unwrap(function)
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (function if is_dynamo_imported() else plain)(*args, **kwargs)
+
+    return called
+
+
+def sparing_dynamo(mode: ModeClass) -> ModeClass:
+    """Class decorator for modes, whose methods torch hides from Dynamo when the class is created."""
+    dispatch: Any = without_dynamo(mode.__torch_dispatch__)
+    mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+    return mode

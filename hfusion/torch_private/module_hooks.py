@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import _Orthogonal as Orthogonal
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
-from hfusion.torch_private.dynamo_state import without_dynamo
+from hfusion.torch_private.export_state import without_dynamo
 
 __all__ = [
     "Orthogonal",

@@ -23,7 +23,7 @@ from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.memory import tensors_in
 from hfusion.core.row_indices import Widths
 from hfusion.device.backend import draws_kept
-from hfusion.torch_private.dynamo_state import sparing_dynamo
+from hfusion.torch_private.export_state import sparing_dynamo
 from hfusion.tune.loaders import first_inputs, minibatches
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import SweepTrial, sample_optimizer
