@@ -31,6 +31,7 @@ _KNOWS_SIZES = (
     "it needs to know a size that varies, as a Python loop over a length does, so that a graph would hold for one size "
     "only; pad to a few sizes to have it fused"
 )
+_LOOPS_AND_SIZES = "sizes vary, and a part of it runs as members' own code; pad to a few sizes to have the rest fused"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ def _with_loops(
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
         # A trace is made with gradients, and the stand-in of a looped call cannot be compared with the code.
         looped = {WHOLE: "it reads gradients or their mode, and is called without gradients"}
+    if sizes.open and WHOLE not in looped:
+        # Sizes of what a submodule gives are known for one size of the inputs.
+        looped = {WHOLE: _LOOPS_AND_SIZES}
     if torch.is_inference_mode_enabled():
         # Trial runs compare version counters, which inference tensors do not have.
         with torch.inference_mode(False):
@@ -128,13 +132,11 @@ def _with_loops(
 
     def capture_around(stubs: Mapping[Island, str]) -> None:
         with opaque(model, stubs, records, bodies) as calls:
-            graph = capture(model, args, kwargs, varying=False, dims=sizes.dims)
+            graph = capture(model, args, kwargs, varying=False, dims=sizes.dims if WHOLE in stubs else ())
         _add_values(graph.graph, calls)
         graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
 
     fallbacks = culprits(model, records, looped, capture_around, refusal)
-    if sizes.open and WHOLE not in fallbacks and sizes.closed_by(graphs[frozenset(fallbacks)][0], member.leaves):
-        fallbacks = culprits(model, records, {WHOLE: _KNOWS_SIZES}, capture_around, refusal)
     if frozenset(fallbacks) not in graphs:
         capture_around(fallbacks)
     _check_modes(records.modes, [island.path for island in fallbacks])

@@ -37,8 +37,7 @@ from hfusion.capture.reachable_code import names_of, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
-from hfusion.core.guards import fixed as fixed_size
-from hfusion.core.memory import memory_order, same_values, tensors_in
+from hfusion.core.memory import same_values, tensors_in
 from hfusion.core.python_values import PLAIN, IdentityRef, Link, container_key, parts, walk
 from hfusion.core.tree import know_dataclasses
 from hfusion.passes.candidates import Unbatchable
@@ -72,24 +71,20 @@ class RecordedCall:
 
     Attributes:
         number, inside: the number of the call, and the numbers of the calls around it, outermost first.
-        orders: see `OpaqueCall`.
+        leaves: its flat arguments.
+        contiguous: whether its inputs were contiguous.
         written: whether it wrote into an input.
-        shares: whether a result shares memory with an input, a tensor of the submodule or another result.
-        attached: whether a result needs a gradient although autograd was off.
-        altered: whether it changed a list or dict among its arguments.
+        does: what it did that a call on copies would lose; empty for nothing.
     """
 
     island: Island
     number: int
     inside: tuple[int, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
     output: Any
-    orders: tuple[tuple[int, ...] | None, ...]
+    contiguous: bool
     written: bool
-    shares: bool
-    attached: bool
-    altered: bool
+    does: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +191,7 @@ class _CallRecorder:
         self.calls.append(None)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors_in(leaves)]
-        orders = tuple(memory_order(tensor) for tensor, _, _ in inputs)
+        contiguous = all(x.layout is torch.strided and x.is_contiguous() for x, _, _ in inputs)
         self.open.append(number)
         try:
             output = method.original(*args, **kwargs)
@@ -214,20 +209,23 @@ class _CallRecorder:
         altered = spec != later_spec or any(a is not b for a, b in zip(leaves, later_leaves, strict=True))
         written = any(x._version != version or not same_values(x, copied) for x, version, copied in inputs)
         sources = [*(x for x, _, _ in inputs), *own, *(tensor for _, tensor in tensors(module))]
-        # New containers are recorded: forward may change the originals later.
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        does = ""
+        if share_memory(results, sources):
+            does = "gives back its input, a tensor of its own or one tensor twice, or a view of it"
+        elif not torch.is_grad_enabled() and any(result.requires_grad for result in results):
+            does = "gives results with a gradient while gradients are off; switch them on around it"
+        elif altered:
+            does = "changes a list, dict or object among its arguments; return what it adds"
+        # A new container is recorded: forward may change the original later.
         self.calls[number] = RecordedCall(
             island,
             number,
             tuple(self.open),
-            args,
-            kwargs,
+            leaves,
             pytree.tree_map(lambda leaf: leaf, output),
-            orders,
+            contiguous,
             written,
-            share_memory(results, sources),
-            not torch.is_grad_enabled() and any(result.requires_grad for result in results),
-            altered,
+            does,
         )
         return output
 
@@ -339,13 +337,9 @@ class Fitness:
             return f"{label} writes into its input, which members may share; let it write into a copy"
         if island == WHOLE:
             return None
-        if any(call.shares for call in calls):
-            return f"{label} gives back its input, a tensor of its own or one tensor twice, or a view of it"
-        if any(call.attached for call in calls):
-            return f"{label} gives results with a gradient while gradients are off; switch them on around it"
-        if any(call.altered for call in calls):
-            return f"{label} changes a list, dict or object among its arguments; return what it adds"
-        for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in calls]):
+        if does := next((call.does for call in calls if call.does), ""):
+            return f"{label} {does}"
+        for leaf in itertools.chain.from_iterable(call.leaves for call in calls):
             if leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
                 return f"{label} takes {_describe(leaf)}, which may belong to one member; pass tensors and numbers"
         if (written := self.records.state.written(island)) is not None:
@@ -354,7 +348,7 @@ class Fitness:
                 "an argument, and return it"
             )
         read = ADDRESSES.union(MEMORY_QUESTIONS)
-        if any(None in call.orders for call in calls):
+        if not all(call.contiguous for call in calls):
             read |= STRIDE_QUESTIONS
         if (read & self._names_in_code) and (read := read & names_of([self.model.get_submodule(island.path)])):
             return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
@@ -568,12 +562,11 @@ class _Stub:
         """Add a call of `OPAQUE` to the trace, and return results of the structure of the recorded call."""
         island, module = self.method.island, self.method.module
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        leaves = [_number(leaf) for leaf in leaves]
-        if any(map(_open, leaves)):
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
             raise FusionError(f"{island} takes a size that varies, and can only run in a loop over members")
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         record = next(self.records, None)
-        if record is None or len(record.orders) != len(inputs):
+        if record is None or len(tensors_in(record.leaves)) != len(inputs):
             raise FusionError(
                 f"{island} is called more often, or with another number of tensors, in a capture than in an "
                 "eager run: forward must not ask whether it is traced (torch.compiler.is_compiling)"
@@ -593,8 +586,7 @@ class _Stub:
             spec,
             tuple(fixed),
             tuple(changing),
-            tuple(_result(leaf, inputs) if isinstance(leaf, Tensor) else leaf for leaf in output),
-            record.orders,
+            tuple(Result.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in output),
             changed,
             not names_of([module]).isdisjoint(ADDRESSES),
             torch.is_grad_enabled(),
@@ -607,38 +599,3 @@ class _Stub:
         others = [0] * len(output) if island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
         return pytree.tree_unflatten(leaves, out_spec)
-
-
-def _result(result: Tensor, inputs: Sequence[Tensor]) -> Result:
-    """Infer which sizes of a result are varying sizes of inputs, by comparing the sizes of a recorded call.
-
-    If the inference is wrong, a run with other sizes raises `Unforeseen`.
-    """
-    sources: list[tuple[tuple[int, int], Any]] = [
-        ((k, dim), size) for k, x in enumerate(inputs) for dim, size in enumerate(x.shape)
-    ]
-    shape: list[int | tuple[int, int]] = []
-    for dim, size in enumerate(result.shape):
-        equal = [source for source in sources if (source[1].node.hint if _open(source[1]) else source[1]) == size]
-        # Prefer a size of the same dim, then one that varies, then any other.
-        equal.sort(key=lambda source: (source[0][1] != dim, not _varies(source[1])))
-        shape.append(equal[0][0] if equal and _varies(equal[0][1]) else size)
-    return Result(tuple(shape), result.dtype, result.device)
-
-
-def _varies(size: Any) -> bool:
-    return _open(size) and fixed_size(size) is None
-
-
-def _open(leaf: Any) -> bool:
-    return isinstance(leaf, torch.SymInt)
-
-
-def _number(leaf: Any) -> Any:
-    """Return the number behind a symbol if the trace knows it; unknown sizes stay symbols."""
-    if isinstance(leaf, torch.SymInt):
-        value = fixed_size(leaf)
-        return leaf if value is None else value
-    if isinstance(leaf, torch.SymFloat):
-        return float(leaf)
-    return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf

@@ -195,7 +195,7 @@ def _outcome(
     # A buffer that forward makes require a gradient gets one that nothing reads.
     compared = {name: t for name, t in registered.items() if isinstance(t, nn.Parameter) or not t.is_leaf}
     flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad, device="cpu") for name, t in compared.items()}
-    parts = [_projected(o) for _, o in _tensors(outputs) if o.requires_grad]
+    parts = [fixed_projection(o) for _, o in _tensors(outputs) if o.requires_grad]
     if not parts or not leaves:
         return Outcome(copied, values | flags)
     total = torch.stack([part.double().cpu() for part in parts]).sum()
@@ -232,11 +232,12 @@ def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
     return [(k, output) for k, output in enumerate(outputs) if isinstance(output, Tensor)]
 
 
-def _projected(output: Tensor) -> Tensor:
-    """Reduce ``output`` to a weighted sum of all its elements."""
+def fixed_projection(output: Tensor, *, stacked: bool = False) -> Tensor:
+    """Reduce ``output`` to a sum of its elements with fixed weights, the same for every member if they are stacked."""
     dense = _dense(output)
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    weights = torch.arange(1, real.numel() + 1, dtype=torch.float64, device=real.device).cos().view(real.shape)
+    shape = real.shape[1:] if stacked else real.shape
+    weights = torch.arange(1, shape.numel() + 1, dtype=torch.float64, device=real.device).cos().view(shape)
     return (real * weights.to(real.dtype)).sum()
 
 

@@ -99,20 +99,23 @@ def _captured(observed: Observation, attempts: Sequence[_Open]) -> Capture:
     """Return a graph that reproduces the eager run: a cached one of an equal module, or a new export."""
     module, args, kwargs = observed.module, observed.args, observed.kwargs
     key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
-    cached = find_capture(key)
-    if cached is not None:
-        captured = replace(cached, modes=observed.modes)
+    if key in _captures:
+        _captures.move_to_end(key)
+        captured = replace(_captures[key], modes=observed.modes)
         try:
             _check_faithful(captured, module, args, kwargs, observed.outcome)
         except FusionError:
             # Forward depends on state that cannot be seen from here.
-            forget_capture(key)
+            del _captures[key]
         else:
             _tell(module, captured.graph, captured.slots)
             return captured
     captured = _exported(module, args, kwargs, attempts, observed.modes)
     _check_faithful(captured, module, args, kwargs, observed.outcome)
-    keep_capture(key, captured)
+    if key is not None:
+        _captures[key] = captured
+        if len(_captures) > MAX_CAPTURES:
+            _captures.popitem(last=False)
     return captured
 
 
@@ -417,24 +420,6 @@ def _kind(leaf: Any) -> Any:
         return type(leaf)
     kind = (type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad)
     return (*kind, leaf.stride() if leaf.layout is torch.strided else None, leaf.is_conj(), leaf.is_neg())
-
-
-def find_capture(key: Any) -> Capture | None:
-    if key is None or key not in _captures:
-        return None
-    _captures.move_to_end(key)
-    return _captures[key]
-
-
-def keep_capture(key: Any, captured: Capture) -> None:
-    if key is not None:
-        _captures[key] = captured
-        if len(_captures) > MAX_CAPTURES:
-            _captures.popitem(last=False)
-
-
-def forget_capture(key: Any) -> None:
-    _captures.pop(key, None)
 
 
 # Inline the regions of an exported graph that set the grad mode or autocast.

@@ -41,15 +41,15 @@ class Unforeseen(FusionError):
 
 @dataclass(frozen=True)
 class Result:
-    """Shape, dtype and device of a result; a size that varies is a pair of an input's position and a dim of it."""
+    """Shape, dtype and device of a result in the recorded call."""
 
-    shape: tuple[int | tuple[int, int], ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    def sizes(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """Return the sizes of the result for these ``inputs``."""
-        return [size if isinstance(size, int) else inputs[size[0]].shape[size[1]] for size in self.shape]
+    @staticmethod
+    def of(tensor: Tensor) -> Result:
+        return Result(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,6 @@ class OpaqueCall:
         leaves: its flat arguments, with `TENSOR` for a tensor.
         fixed, changing: the keys of the submodule's tensors: ``changing`` has the buffers, and parameters that change.
         results: the flat results of one member; values that are no tensors are unchanged.
-        orders: the `memory_order` of each input in the recorded run.
         changed: the keys of the submodule's tensors that forward changed.
         addresses: whether its code may address memory, so that every tensor needs a storage of its own.
         grad: whether autograd is on.
@@ -77,7 +76,6 @@ class OpaqueCall:
     fixed: tuple[str, ...]
     changing: tuple[str, ...]
     results: tuple[Any, ...]
-    orders: tuple[tuple[int, ...] | None, ...]
     changed: frozenset[str]
     addresses: bool
     grad: bool
@@ -120,7 +118,7 @@ def numbered(call: OpaqueCall) -> int:
 @torch.library.register_fake(OPAQUE)  # type: ignore[untyped-decorator]
 def _fake(inputs: Sequence[Tensor], fixed: Any, changing: Any, call: int) -> list[Tensor]:
     results = [result for result in calls[call].results if isinstance(result, Result)]
-    return [torch.empty(r.sizes(inputs), dtype=r.dtype, device=r.device) for r in results]
+    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in results]
 
 
 def rule(
@@ -249,7 +247,7 @@ class _BodyCall:
                     f"runs in a loop over members and writes into its input of shape {tuple(copy.shape)}, which others "
                     "see, too (the caller, other members, or what follows); let it write into a copy"
                 )
-        results = self._results(output, given)
+        results = self._results(output)
         if not call.is_whole and share_memory(results, [*given, *own]):
             raise self.error("gives back its input, a tensor of its own or one tensor twice, or a view of it")
         # A gradient is a row of a stack, and derivatives of functions that address memory, which code may call by any
@@ -261,19 +259,17 @@ class _BodyCall:
         return [*results, *values]
 
     def _copied_in(self, index: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a copy of an input in the recorded memory order, and the input itself, to compare them afterwards.
+        """Return a contiguous copy of an input, and the input itself, to compare them afterwards.
 
         The whole forward gets the caller's tensor, and the copy comes second, where its code may see the difference.
         """
-        order = None if self.call.is_whole else self.call.orders[index]
-        if order is None:
-            copied = _copy(x)
-            as_is = self.call.is_whole and x.layout is torch.strided
-            as_is = as_is and (copied.stride() != x.stride() or (self.call.addresses and index in self.shared))
-            return (x, copied) if as_is else (copied, x)
-        permuted = x.permute(order).clone(memory_format=torch.contiguous_format)
-        copied = permuted.permute([order.index(dim) for dim in range(len(order))])
-        return _as_leaf(copied, x), x
+        if x.layout is not torch.strided:
+            return _copy(x), x
+        if not self.call.is_whole:
+            return _as_leaf(x.clone(memory_format=torch.contiguous_format), x), x
+        copied = _copy(x)
+        seen = copied.stride() != x.stride() or (self.call.addresses and index in self.shared)
+        return (x, copied) if seen else (copied, x)
 
     @contextmanager
     def _filled(self, fixed: Sequence[Tensor], changing: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -329,7 +325,7 @@ class _BodyCall:
                 "has one stack for all members; detach() what shall get no gradient there"
             ) from error
 
-    def _results(self, output: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _results(self, output: Any) -> list[Tensor]:
         """Return the tensors among the results, checked against those of the capture."""
         leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
         expected = self.call.results
@@ -337,20 +333,16 @@ class _BodyCall:
             raise self.error(f"gave {len(leaves)} results, and {len(expected)} when it was captured")
         for leaf, result in zip(leaves, expected, strict=True):
             is_tensor = isinstance(result, Result)
-            if isinstance(leaf, Tensor) != is_tensor or not (
-                self.call.is_whole or self._as_recorded(leaf, result, inputs)
-            ):
+            if isinstance(leaf, Tensor) != is_tensor or not (self.call.is_whole or _as_recorded(leaf, result)):
                 raise self.error(
                     f"gave {_describe(leaf)} where it gave {_describe(result)} when it was captured; results that "
                     f"depend on values must be tensors of one shape. It runs member by member, since {self.call.why}"
                 )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    @staticmethod
-    def _as_recorded(leaf: Any, result: Any, inputs: Sequence[Tensor]) -> bool:
-        if isinstance(result, Result):
-            return isinstance(leaf, Tensor) and list(leaf.shape) == result.sizes(inputs)
-        return same_value(leaf, result)
+
+def _as_recorded(leaf: Any, result: Any) -> bool:
+    return leaf.shape == result.shape if isinstance(leaf, Tensor) else same_value(leaf, result)
 
 
 def _describe(value: Any) -> str:

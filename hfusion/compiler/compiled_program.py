@@ -158,7 +158,13 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     whole: dict[Island, str] = {}
 
     def capture(variant: int) -> tuple[Capture, list[OpaqueCall]]:
-        captured = _captured_member(subject, members[variant], arguments, sizes, whole or looped)
+        member = members[variant]
+        try:
+            captured = capture_member(_member(subject, member, arguments), sizes, whole or looped, subject.loops)
+        except FusionError as error:
+            if not subject.loops or isinstance(error, KeepsState):
+                raise
+            raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
         whole.update((WHOLE, call.why) for call in captured[1] if call.is_whole)
         return captured
 
@@ -173,18 +179,17 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
             for variant, captured in enumerate(variant_captures)
         ]
     captures = [member_capture for member_capture, _ in variant_captures]
-    common = common_graph(captures, subject.variants, subject.name, subject.member)
-    graph = common.graph
+    graph, constants, differing = common_graph(captures, subject.variants, subject.name, subject.member)
+    slots = captures[0].slots
     described = partial(describe_graph, f"all members of {subject.name}", graph)
-    stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, common.slots)))
-    layouts = tuple(_layout(slot, subject, arguments, common.differing) for slot in common.slots)
+    stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, slots)))
+    layouts = tuple(_layout(slot, subject, arguments, differing) for slot in slots)
     calls = tuple(call for _, calls in variant_captures for call in calls)
 
     # Only the guards of the captures are kept, since captures hold tensors.
     guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
     orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
-    constants, slots = common.constants, common.slots
     return _Captured(captures[0], graph, slots, layouts, constants, calls, guards, orders, uses)
 
 
@@ -245,19 +250,6 @@ def _member(subject: ArraySpec, member: int, arguments: Arguments) -> Member:
     return Member(subject.member(member), *arguments.of_member(member), bodies)
 
 
-def _captured_member(
-    subject: ArraySpec, member: int, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]
-) -> tuple[Capture, list[OpaqueCall]]:
-    """Return one member's graph, and its calls that run in a loop over members, including the ``looped`` ones."""
-
-    try:
-        return capture_member(_member(subject, member, arguments), sizes, looped, subject.loops)
-    except FusionError as error:
-        if not subject.loops or isinstance(error, KeepsState):
-            raise
-        raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
-
-
 def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
     """Raise ValueError if forward does not take these arguments, and FusionError if there is no forward."""
     args, kwargs = arguments.of_member(0)
@@ -304,43 +296,27 @@ _COMPARED = 8
 _NAMED = 6
 
 
-@dataclass(frozen=True, eq=False)
-class CommonGraph:
-    """The graph of all members of an array.
-
-    Attributes:
-        slots: the slots of the placeholders.
-        constants: the constants that the graph holds.
-        differing: the names of the constants that differ between members and are stacked.
-    """
-
-    graph: fx.Graph
-    slots: tuple[Slot, ...]
-    constants: dict[str, Tensor]
-    differing: frozenset[str]
-
-
 def common_graph(
     captures: Sequence[Capture],
     variants: Sequence[int],
     name: str,
     member: Callable[[int], nn.Module],
-) -> CommonGraph:
+) -> tuple[fx.Graph, dict[str, Tensor], frozenset[str]]:
     """Combine the graphs of all variants of an array into one.
 
     Args:
         member: ``member(b)`` returns member b.
+
+    Returns: the graph, the constants that it holds, and the names of those that differ between members and are stacked.
 
     Raises:
         ForwardsDiffer: members do different things; the message names the attributes in which they differ.
     """
     if len(captures) == 1:
         # Cached programs must not keep the user's tensors alive, so they hold aliases of them.
-        constants = {name: tensor.detach() for name, tensor in captures[0].constants.items()}
-        return CommonGraph(captures[0].graph, captures[0].slots, constants, frozenset())
+        return captures[0].graph, {name: tensor.detach() for name, tensor in captures[0].constants.items()}, frozenset()
     try:
-        graph = _aligned(captures, variants)
-        return CommonGraph(graph, captures[0].slots, *_constants(captures, variants))
+        return _aligned(captures, variants), *_constants(captures, variants)
     except FusionError as error:
         groups = _alike(captures)
         if len(groups) == 1:

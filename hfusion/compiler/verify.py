@@ -1,6 +1,6 @@
 """The self-check: on the first training batch the program must agree with the members' original code.
 
-Outputs, and gradients of a random projection of them, are compared member by member, on a few samples of the batch
+Outputs, and gradients of a fixed projection of them, are compared member by member, on a few samples of the batch
 where its size may vary; of large arrays a few members. Random draws of the program are replayed through the members'
 code. If a first comparison in the models' own precision fails, both run again in float64, as rounding alone can
 change the gradients of a deep network by a tenth. If the graph itself contains a narrower dtype, the effect of
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.eager_runs import fixed_projection
 from hfusion.capture.export_context import without_trace
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.python_reads import EXACT_CLASS
@@ -315,8 +316,8 @@ def _outcome(
     """
     dense = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
     listed = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Ragged) and o[0].is_floating_point()}
-    projected = [fixed_projection(o, members) for o in dense.values() if o.requires_grad]
-    projected += [fixed_projection(row, None) for o in listed.values() for row in o if row.requires_grad]
+    projected = [fixed_projection(o, stacked=members is not None).cpu() for o in dense.values() if o.requires_grad]
+    projected += [fixed_projection(row).cpu() for o in listed.values() for row in o if row.requires_grad]
     total = sum(projected, start=torch.zeros((), device="cpu"))
     grad_inputs = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
@@ -331,14 +332,6 @@ def _outcome(
     }
     outcome |= state
     return {name: t for name, t in outcome.items() if not isinstance(t, Tensor) or t.is_floating_point()}
-
-
-def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
-    """Return a fixed random projection, the same for every member, so that all parameters get a gradient."""
-    shape = output.shape if members is None else output.shape[1:]
-    generator = torch.Generator(device="cpu").manual_seed(len(shape))
-    weights = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(output.device, output.dtype)
-    return (output * weights).sum().cpu()
 
 
 def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:

@@ -141,7 +141,7 @@ def as_they_lie():
     return [x, x.mT.contiguous().mT, wide[:, ::2], *each, x]
 
 
-@row(inner=module(strided), wide=lambda: nn.Linear(5, 4), calls=as_they_lie, loops="inner")
+@row(inner=module(strided), wide=lambda: nn.Linear(5, 4), calls=as_they_lie, loops="forward")
 def own_code_asks_how_inputs_lie(self, x):
     return self.inner(self.fc(x).mT).mT + self.inner(x) + self.inner(self.wide(x.mT).mT).sum()
 

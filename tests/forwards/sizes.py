@@ -171,9 +171,9 @@ def told_by_a_number(self, x):
 
 
 ends("one less", around, "forward", inner=odd(lambda x: x[:, 1:]))
-ends("as wide as long", lambda s, x: s.fc(s.inner(s.fc(x))), "inner", inner=odd(lambda x: x.mT @ x))
-ends("another order", lambda s, x: s.inner(s.fc(x)).sum(2), "inner", inner=odd(lambda x: x.mT))
-ends("flat", around, "inner", inner=odd(lambda x: x.mean(1, keepdim=True)))
+ends("as wide as long", lambda s, x: s.fc(s.inner(s.fc(x))), "forward", inner=odd(lambda x: x.mT @ x))
+ends("another order", lambda s, x: s.inner(s.fc(x)).sum(2), "forward", inner=odd(lambda x: x.mT))
+ends("flat", around, "forward", inner=odd(lambda x: x.mean(1, keepdim=True)))
 ends("as long as told", told_a_length, "forward", inner=odd(lambda x, t: x[:, :t]))
 ends("half", around, "forward", inner=odd(lambda x: x[:, : x.shape[1] // 2]))
 ends("a number", told_by_a_number, "forward", inner=odd(lambda x: (x, x.shape[1])))
