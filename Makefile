@@ -99,7 +99,7 @@ dist: $(STAMP)
 test-null: $(NULL_STAMP)
 	tests/null/device/build.sh $(NULL_VENV)/bin/python build/null
 	HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null
-	NULL_DEVICES=8 HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null/test_processes.py
+	NULL_DEVICES=8 HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null/test_train.py
 
 docs: $(VENV)/.docs
 	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md
@@ -137,7 +137,7 @@ faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.planted_faults --workers $(WORKERS) $(FAULTS)
 
 ops-sweep: $(STAMP)
-	$(BIN)/python -m tests.ops_sweep --docs docs/reference/coverage.md
+	$(BIN)/python -m tests.ops.sweep --docs docs/reference/coverage.md
 
 clean:
 	rm -rf $(VENV) $(NULL_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,27 +1,42 @@
-"""hf.lora: an array of adapters trains as peft alone, and saves what peft loads."""
+"""Adapters to other packages: hf.lora as peft alone, scikit-learn estimators, and arrays in Lightning."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.model_selection import train_test_split
+from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
+from hfusion.sklearn import EnsembleClassifier, EnsembleRegressor
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
-# Of peft and transformers themselves.
+# Of peft, transformers and Lightning themselves.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Adapter 'default'"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*treespec"),
+    pytest.mark.filterwarnings("ignore:.*The number of training batches"),
 ]
 
 QV = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -323,3 +338,223 @@ def test_wrong_arguments(case: str) -> None:
     members, options, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         hf.lora(llama(), lora_config(**QV), members, **options)
+
+
+# The estimators of hfusion.sklearn: scikit-learn's own checks, and what they promise beyond.
+
+pytest.importorskip("sklearn")
+
+SMALL: dict[str, Any] = {"n_estimators": 2, "hidden_layer_sizes": (16,), "max_iter": 25, "learning_rate_init": 0.03}
+
+
+@parametrize_with_checks([EnsembleClassifier(**SMALL), EnsembleRegressor(**SMALL)])
+def test_what_scikit_learn_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def _data() -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(60, 3))
+    return x, np.where(x[:, 0] * x[:, 1] > 0, "same", "other")
+
+
+def test_digits() -> None:
+    x, y = load_digits(return_X_y=True)
+    seen, unseen, labels, wanted = train_test_split(x, y, random_state=0)
+    model = EnsembleClassifier(n_estimators=4, max_iter=15, learning_rate_init=3e-3, random_state=0).fit(seen, labels)
+    assert model.score(unseen, wanted) > 0.93
+    right = model.predict(unseen) == wanted
+    doubt = model.uncertainty(unseen)
+    assert doubt[~right].mean() > 2 * doubt[right].mean()
+    noise = np.random.default_rng(0).permuted(unseen, axis=1)
+    assert model.uncertainty(noise).mean() > 3 * doubt.mean()
+
+
+def test_a_fit_repeats_and_is_pickled() -> None:
+    x, y = _data()
+    model = EnsembleClassifier(**SMALL, bootstrap=True, random_state=3).fit(x, y)
+    again = clone(model).fit(x, y)
+    assert np.array_equal(model.predict_proba(x), again.predict_proba(x))
+    assert np.array_equal(pickle.loads(pickle.dumps(model)).predict_proba(x), model.predict_proba(x))
+    other = clone(model).set_params(random_state=4).fit(x, y)
+    assert not np.allclose(other.predict_proba(x), model.predict_proba(x))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    clone(model).fit(x, y)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_weights_are_those_of_the_plain_loop(targets: int) -> None:
+    x, _ = _data()
+    y = x[:, :targets] ** 2
+    weights = np.random.default_rng(1).integers(0, 4, len(x)) * 0.7
+    model = EnsembleRegressor(
+        lambda features, outputs: nn.Linear(features, outputs), n_estimators=2, max_iter=4, random_state=0
+    ).fit(x, y, sample_weight=weights)
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+    mean, shift = np.average(x, 0, weights), np.average(y, 0, weights)
+    scale, spread = (np.sqrt(np.average((a - b) ** 2, 0, weights)) for a, b in ((x, mean), (y, shift)))
+    inputs, target = torch.tensor((x - mean) / scale), torch.tensor((y - shift) / spread)
+    for member in range(2):
+        torch.manual_seed(seed + member)
+        network = nn.Linear(3, targets).double()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=1e-4)
+        for _ in range(4):
+            optimizer.zero_grad()
+            each = (network(inputs) - target).square().mean(1)
+            (each * torch.tensor(weights / weights.sum())).sum().backward()
+            optimizer.step()
+        wanted = network(inputs).detach().numpy() * spread + shift
+        assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_the_curve_is_the_mean_over_samples() -> None:
+    x, y = np.random.default_rng(0).normal(size=(10, 3)), np.arange(10.0)
+    curves = [
+        EnsembleRegressor(n_estimators=2, learning_rate_init=0.0, batch_size=size, max_iter=1, random_state=0)
+        .fit(x, y)
+        .loss_curve_
+        for size in (4, 10)
+    ]
+    np.testing.assert_allclose(*curves, rtol=1e-9)
+
+
+def test_a_member_that_diverges_is_left_out() -> None:
+    x, _ = _data()
+    y = x[:, 0]
+    model = EnsembleRegressor(**{**SMALL, "learning_rate_init": [1e-2, 1e200]}, random_state=0)
+    with pytest.warns(ConvergenceWarning, match=r"members \[1\] diverged; the ensemble is the other 1"):
+        model.fit(x, y)
+    assert np.isfinite(model.predict(x)).all()
+    model.set_params(learning_rate_init=1e200)
+    with pytest.raises(ValueError, match="every member's training diverged"):
+        model.fit(x, y)
+
+
+def test_what_is_not_fitted_says_so() -> None:
+    with pytest.raises(NotFittedError):
+        EnsembleRegressor().predict([[1.0]])
+
+
+# Arrays in Lightning: every member as alone, with limits and schedules of its own, saved and continued.
+
+lightning = pytest.importorskip("lightning")
+
+RATES, CLIPS, EPOCHS = [0.1, 0.03, 0.3], [0.05, 1.0, 0.2], 3
+
+
+def make_models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in RATES]
+
+
+def data(*lead: int) -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(12, *lead, 4, dtype=torch.float64), torch.randint(3, (12, *lead)))
+
+
+def array(**options: Any) -> Any:
+    return hf.lightning.LightningArray(
+        make_models(),
+        loss=F.cross_entropy,
+        optimizer=lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
+        **{"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5), "clip_norm": CLIPS, **options},
+    )
+
+
+def trainer(folder: Path, **options: Any) -> Any:
+    return lightning.Trainer(
+        **{
+            "max_epochs": EPOCHS,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            **options,
+        }
+    )
+
+
+def plain(member: int, loader: Any, accumulate: int = 1, own: bool = False) -> nn.Module:
+    model = make_models()[member]
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATES[member], momentum=0.9)
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(EPOCHS):
+        for k, (x, y) in enumerate(loader):
+            if k % accumulate == 0:
+                optimizer.zero_grad()
+            inputs, target = (x[member], y[member]) if own else (x, y)
+            (F.cross_entropy(model(inputs), target) / accumulate).backward()
+            if (k + 1) % accumulate == 0 or k + 1 == len(loader):
+                nn.utils.clip_grad_norm_(model.parameters(), CLIPS[member])
+                optimizer.step()
+        scheduler.step()
+    return model
+
+
+def assert_alone(module: Any, loader: Any, **options: Any) -> None:
+    for member, model in enumerate(module.members):
+        for ours, theirs in zip(model.parameters(), plain(member, loader, **options).parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_members_train_as_alone(accumulate: int, tmp_path: Path) -> None:
+    loader = DataLoader(data(), batch_size=4)
+    module, run = array(accumulate=accumulate), trainer(tmp_path)
+    run.fit(module, loader)
+    assert_alone(module, loader, accumulate=accumulate)
+    assert run.global_step == EPOCHS * -(-3 // accumulate)
+    for member, rate in enumerate(RATES):
+        assert float(run.callback_metrics[f"lr/{member}"]) == pytest.approx(rate * 0.5 ** (EPOCHS - 1))
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    loader = DataLoader(data(), batch_size=5)
+    module = array(metrics={"accuracy": accuracy}, tags=["a", "b", "c"])
+    run = trainer(tmp_path)
+    run.fit(module, loader, loader)
+    found = run.validate(module, loader, verbose=False)[0]
+    x, y = data().tensors
+    members = [model.eval() for model in module.members]
+    for name, model in zip("abc", members, strict=True):
+        assert found[f"val_loss/{name}"] == pytest.approx(F.cross_entropy(model(x), y).item())
+        assert found[f"val_accuracy/{name}"] == pytest.approx(accuracy(model(x), y).item())
+    each = [found[f"val_loss/{name}"] for name in "abc"]
+    assert found["val_loss"] == pytest.approx(sum(each) / 3)
+    assert "train_loss/a" in run.callback_metrics or "val_loss/a" in run.callback_metrics
+    outputs = run.predict(module, DataLoader(data().tensors[0], batch_size=12))[0]
+    torch.testing.assert_close(outputs, torch.stack([model(x) for model in members]))
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    loader = DataLoader(data(), batch_size=4)
+    first, half = array(), trainer(tmp_path, max_epochs=1)
+    half.fit(first, loader)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    module = array()
+    trainer(tmp_path).fit(module, loader, ckpt_path=tmp_path / "half.ckpt")
+    assert_alone(module, loader)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) would clip all members by one norm: .*clip_norm="),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) is for automatic .*accumulate="),
+        (
+            {"callbacks": [lightning.pytorch.callbacks.LearningRateMonitor()]},
+            "LearningRateMonitor logs one rate for all members",
+        ),
+    ],
+)
+def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **option).fit(array(), DataLoader(data(), batch_size=4))

@@ -20,7 +20,7 @@ from hfusion.device.backend import accelerators, backend, types
 from hfusion.device.calibrate import Rates, calibrate
 
 _UNITS = {"B": 0, "KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
-# Of free memory. What is accounted for leaves out up to 8% of the bytes of tensors (tests.simulated.accounts), and what
+# Of free memory. What is accounted for leaves out up to 8% of the bytes of tensors (tests.simulated.pieces), and what
 # an allocator keeps between them for each queue.
 _ROOM = 0.9
 _DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}

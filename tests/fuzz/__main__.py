@@ -9,10 +9,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.fuzz.compare import Outcome, Verdict, Worker
+from tests.fuzz.compare import Outcome, Verdict, Worker, shrink
 from tests.fuzz.generate import LARGE, SMALL, for_compilation, generate
 from tests.fuzz.program import Program
-from tests.fuzz.shrink import shrink
 
 
 @dataclass

@@ -14,10 +14,9 @@ from hfusion.compiler import compiled_program as compiling
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command
-from tests.fuzz.compare import Outcome, Verdict, Worker, outcome, outcome_alone
+from tests.fuzz.compare import Outcome, Verdict, Worker, outcome, outcome_alone, shrink
 from tests.fuzz.generate import GROUPS, SMALL, for_compilation, generate
 from tests.fuzz.program import Block, Input, Piece, Program, Statement, Step
-from tests.fuzz.shrink import shrink
 
 SEEDS = range(200)
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.null.arrays import losses_of
-from tests.null.calls import compare_as_equal
+from tests.null.calls import compare_as_equal, losses_of
 
 MEMBERS, LAYERS, SIZE, SAMPLES = 4, 5, 32, 16
 WARM, COUNTED, ROUNDS = 200, 1500, 5

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hfusion as hf
-from tests.null.arrays import losses_of
+from tests.null.calls import losses_of
 
 # Minibatches before those that are timed.
 WARM = 100

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.device.backend import computes_by_tf32
-from tests.null.arrays import MEMBERS, TENSORS, losses_of, move, optimizer, parameters
-from tests.null.calls import Calls, calls_per_step
+from tests.null.calls import MEMBERS, TENSORS, Calls, calls_per_step, losses_of, move, optimizer, parameters
 
 pytestmark = pytest.mark.null
 

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.ops import linear
-from tests.oracle import Case, check, t
+from hfusion.core.layout import Layout
+from hfusion.core.member_random import recording
+from hfusion.ops import attention, linear
+from hfusion.passes.batch import batch
+from tests.oracle import Case, check, member_graph, t
 
 aten = torch.ops.aten
 
@@ -108,3 +114,97 @@ def test_exponentials_of_matrices_are_the_members_to_the_bit(norm: float) -> Non
     models = [Turning() for _ in range(3)]
     actual = hf.fuse(models)(torch.eye(6, dtype=torch.float64))
     assert torch.equal(actual, torch.stack([torch.matrix_exp(model.w) for model in models]))
+
+
+# Of operators that are called by themselves, torch's warnings reach Python from 2.15 on.
+pytestmark = pytest.mark.filterwarnings("ignore:Dropout mask should only be used for testing purposes:UserWarning")
+SDPA = aten.scaled_dot_product_attention.default
+
+Q, K, V = t(2, 2, 3, 4), t(2, 2, 5, 4), t(2, 2, 5, 6)
+FEW = (1, 3)
+
+ATTENTION = [
+    Case(SDPA, (Q, K, V)),
+    Case(SDPA, (Q, K, V, None, 0.0, True), members=FEW),
+    Case(SDPA, (Q, K, V), {"scale": 0.3}, members=FEW),
+    Case(SDPA, (Q, K, V, t(3, 5, kind="bool")), members=FEW),
+    Case(SDPA, (Q, K, V, t(2, 1, 3, 5, kind="bool")), members=FEW),
+    Case(SDPA, (Q, K, V, t(1, 2, 1, 5)), members=FEW),
+    Case(SDPA, (Q, K, V, t(2, 3, 5)), members=FEW),
+    Case(SDPA, (t(2, 4, 3, 4), K, V), {"enable_gqa": True}, members=FEW),
+    Case(SDPA, (t(1, 2, 3, 4), K, V), members=FEW),
+    Case(SDPA, (t(2, 3, 4), t(2, 5, 4), t(2, 5, 6)), members=FEW),
+    Case(SDPA, (t(2, 3, 4), t(2, 5, 4), t(2, 5, 6), t(2, 3, 5)), members=FEW),
+    Case(SDPA, (t(3, 4), t(5, 4), t(5, 6), None, 0.0, True), members=FEW),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention(case: Case) -> None:
+    check(case)
+
+
+def dropped(p: float, mask: Any, causal: bool, gqa: bool) -> Case:
+    query = t(2, 4, 3, 4) if gqa else Q
+    return Case(SDPA, (query, K, V, mask, p, causal), {"enable_gqa": gqa})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dropped(0.5, None, False, False),
+        dropped(0.5, None, True, False),
+        dropped(0.5, t(2, 1, 3, 5, kind="bool"), False, False),
+        dropped(0.5, t(3, 5), False, True),
+        dropped(1.0, None, False, False),
+    ],
+    ids=str,
+)
+def test_each_member_drops_its_own_weights(case: Case) -> None:
+    """torch's own written-out attention takes the mask; it keeps by it and rescales."""
+    members = 3
+    rows = [
+        [d.sample(torch.Generator().manual_seed(k)) for k in range(members)]
+        for d in (a for a in case.args if hasattr(a, "sample"))
+    ]
+    module = batch(member_graph(case, [row[0] for row in rows]), [Layout.STACKED] * len(rows), members)
+    lowerings = [node.meta["lowering"].text for node in module.graph.nodes if node.op == "call_function"]
+    assert any("written out" in text for text in lowerings)
+    with recording() as draws:
+        (output,) = module(*(torch.stack(row) for row in rows))
+    p, causal = case.args[4], case.args[5]
+    if p == 1.0:
+        assert not draws
+        assert not output.any()
+        return
+    (noise,) = draws
+    assert not torch.equal(noise[0], noise[1])
+    for b in range(members):
+        operands = [row[b] for row in rows]
+        if operands[-1].dtype is torch.bool:
+            operands[-1] = torch.zeros(operands[-1].shape).double().masked_fill(~operands[-1], -torch.inf)
+        expected, _ = aten._scaled_dot_product_attention_math(
+            *operands, *([None] * (4 - len(operands))), p, causal, noise[b].bool(), **case.kwargs
+        )
+        torch.testing.assert_close(output[b], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zero() -> None:
+    q, k, v = (torch.randn(2, 1, 1, 3, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(3, 3, dtype=torch.bool).tril(-1)
+    torch.testing.assert_close(
+        torch.matmul(attention.attention_weights(q, k, mask, False, None), v),
+        F.scaled_dot_product_attention(q, k, v, mask),
+    )
+
+
+@pytest.mark.parametrize("p", [0.5, (0.5, 0.5, 0.2), (1.0, 0.3, 0.0)], ids=str)
+def test_torchs_kernel_drops_each_members_weights(p: Any) -> None:
+    """If all values are ones, each result is the sum of the kept weights, divided by the keep rate."""
+    q, k = (torch.randn(3, 2, 2, 64, 8, dtype=torch.float64) for _ in range(2))
+    y = attention.attend_dropping(p, q, k, torch.ones_like(k), None, False, None, False)
+    rates = [p] * 3 if isinstance(p, float) else p
+    for row, rate in zip(y, rates, strict=True):
+        torch.testing.assert_close(row.mean(), torch.tensor(0.0 if rate == 1 else 1.0).double(), rtol=0, atol=0.05)
+        assert bool(row.std() > 0.01) is (0 < rate < 1)
+    assert not torch.equal(y[0], y[1])

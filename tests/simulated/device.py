@@ -1,6 +1,8 @@
 """Two simulated accelerators, ``sim:0`` and ``sim:1``, for all of this process, by torch's own way to add a device.
 
-Source: https://docs.pytorch.org/docs/stable/accelerator/index.html
+As a plugin of pytest it runs tests there: tensors made without a device are on ``sim:0``, values are real, and a tensor
+that is on another device than the others is an error, as on a GPU. ``python -m pytest -p tests.simulated.device
+tests/population``. Source: https://docs.pytorch.org/docs/stable/accelerator/index.html
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from hfusion.device.cache import cache_folder
 from tests.simulated import operators
@@ -141,3 +146,23 @@ def _index(device: Any) -> int:
 
 def _set_rng_state(state: Tensor, device: Any = None) -> None:
     generator(_index(device)).set_state(state)
+
+
+class OnDevice(TorchFunctionMode):
+    """Like ``torch.set_default_device``; generators of the CPU draw in host memory, and the draws are moved."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        arguments = dict(kwargs or {})
+        if func in _device_constructors() and arguments.get("device") is None:
+            generator = arguments.get("generator")
+            tensor = func(*args, **{**arguments, "device": "sim:0" if generator is None else generator.device})
+            return tensor.to("sim:0")
+        return func(*args, **arguments)
+
+
+def pytest_configure() -> None:
+    # Before the modules of tests are imported, which make tensors.
+    install()
+    OnDevice().__enter__()

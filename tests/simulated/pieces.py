@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,46 @@ def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
         assert late == 16 if lag == 1 else late <= 16
 
 
+class Wide(nn.Module):
+    """Large enough for rounding to play no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
+        self.head = nn.Linear(256, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layers(x))
+
+
+def bytes_accounted_for_are_those_of_all_tensors_on_the_device() -> None:
+    loader = [(torch.randn(128, 256), torch.randint(3, (128,))) for _ in range(2)]
+    # Minibatches that are evaluated may be larger. What was loaded of one stays to its end, which is not accounted for.
+    evaluated = [(torch.randn(4096, 256), torch.randint(3, (4096,)))]
+    on, ratios, larger = hf.Machine([hf.Device("sim:0", memory="1GiB")]), [], []
+    for count, resident, eval_loader in (
+        (1, True, None),
+        (6, False, None),
+        (1, True, evaluated),
+        (6, False, evaluated),
+    ):
+        task = hf.Task(
+            fused(Wide, torch.float32), cross_entropy, optimizer=adamw, loader=loader, eval_loader=eval_loader, seed=0
+        )
+        plan = planned([task], on, [count], [resident])
+        before = list(QUEUES.taken)
+        QUEUES.start(count)
+        report = hf.train([task], on, plan=plan)
+        peak, (accounted,) = QUEUES.peak[0] - before[0], report.peak.values()
+        (ratios if eval_loader is None else larger).append(peak / accounted)
+        assert QUEUES.taken == before
+    assert 0.9 < min(ratios) <= max(ratios) < 1.1
+    assert 0.9 < min(larger) <= max(larger) < 1.15
+
+
+# What runs of others leave to be freed would count in the first.
 PIECES: tuple[Callable[[], None], ...] = (
+    bytes_accounted_for_are_those_of_all_tensors_on_the_device,
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,

@@ -5,15 +5,13 @@ They run in a subprocess: a device that was added to torch cannot be removed.
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.simulated.device import TYPE, missing
+from tests.simulated.device import missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -30,11 +28,7 @@ def test_any_order_gives_the_bits_of_the_serial_run() -> None:
 
 
 def test_planted_faults_are_seen() -> None:
-    assert "of 4 single ones seen" in call("tests.simulated.faults", "--single", "4")
-
-
-def test_what_is_accounted_for_is_what_tensors_take() -> None:
-    assert "6 shards" in call("tests.simulated.accounts")
+    assert "of 4 single ones seen" in call("tests.simulated", "--faults", "4")
 
 
 def test_what_is_no_run() -> None:
@@ -49,11 +43,4 @@ def test_populations_step_as_members_alone() -> None:
         "a_removed_sample_spoils_nothing",
     )
     chosen = [f"tests/population/test_own_pace.py::test_{name}" for name in names]
-    assert "3 passed" in call("pytest", "-p", "tests.simulated.on_device", "-p", "no:cacheprovider", "-q", *chosen)
-
-
-def test_the_suite_runs_without_the_simulated_device() -> None:
-    """Importing its modules must not install the device."""
-    importlib.import_module("tests.simulated.on_device")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is None or accelerator.type != TYPE
+    assert "3 passed" in call("pytest", "-p", "tests.simulated.device", "-p", "no:cacheprovider", "-q", *chosen)

@@ -11,20 +11,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.core.errors import PlanError, SpillError
 from hfusion.schedule.plan import Plan
 from hfusion.tasks.task import Step
-from tests.faults.arrays import LOADER, WAY, Pair, Small, array, by_loop, equal_states, nothing_left, state_of
-from tests.trained import BATCHES, EPOCHS, Way, assert_same, fused, machine, plain, planned, task
+from tests.trained import BATCHES, EPOCHS, Way, assert_same, batches, fused, machine, plain, planned, task
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,67 @@ class Broken:
             if minibatch is None:
                 return
             yield minibatch
+
+
+# Small arrays for runs that fail, what the plain loop makes of them, and what a run may not leave behind.
+
+DTYPE = torch.float64
+WAY = Way(clip=0.5, accumulate=2)
+LOADER = batches(DTYPE)
+Pair = tuple[Tensor, Tensor]
+
+
+class Small(nn.Module):
+    """A wide input takes one operator more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 6:
+            x = x[:, :6].sin()
+        return self.out(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+@cache
+def made(index: int) -> tuple[hf.FusedModule, Result]:
+    """An array for many runs, each of which puts its state back, and what the plain loop makes of it."""
+    torch.manual_seed(index)
+    module = fused(Small)
+    return module, plain(module, WAY, LOADER)
+
+
+def array(index: int) -> hf.FusedModule:
+    return made(index)[0]
+
+
+def by_loop(index: int) -> Result:
+    return made(index)[1]
+
+
+def state_of(module: hf.FusedModule) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def equal_states(module: hf.FusedModule, state: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+
+
+@contextmanager
+def nothing_left(on: hf.Machine) -> Iterator[None]:
+    """No thread, no file, and torch's random numbers as they were."""
+    threads, drawn = threading.enumerate(), torch.get_rng_state()
+    yield
+    assert set(threading.enumerate()) <= set(threads)
+    assert not on.disk.exists()
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 class Long(list[Pair]):
@@ -105,6 +166,21 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], type[BaseException], str]]
     "callback": (lambda: {"callbacks": [interrupt]}, ValueError, "stop at the second minibatch of epoch 1"),
     "last callback": (lambda: {"callbacks": [at_the_end]}, ValueError, "after the last minibatch"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    """Every test finds the arrays as they were made."""
+    before = [state_of(array(index)) for index in range(3)]
+    yield
+    for index, state in enumerate(before):
+        array(index).load_state_dict(state)
+
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory: pytest.TempPathFactory) -> hf.Machine:
+    """A device, and a host with room for nothing: all state at rest is on the disk. The folder does not exist."""
+    return machine(host="1B", disk=tmp_path_factory.mktemp("disk") / "spill")
 
 
 # Half of them in each mode; where a unit itself fails, in both.
@@ -248,7 +324,7 @@ def train_until_killed(disk: str) -> None:
 
 
 def test_a_killed_process(on: hf.Machine) -> None:
-    code = "import sys; from tests.faults.test_faults import train_until_killed; train_until_killed(sys.argv[1])"
+    code = "import sys; from tests.tasks.test_faults import train_until_killed; train_until_killed(sys.argv[1])"
     root = Path(__file__).parents[2]
     others: list[Path] = []
     spilled_task, _, plan = spilled(str(on.disk), lambda step: others.extend(on.disk.iterdir()))

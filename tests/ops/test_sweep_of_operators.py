@@ -6,9 +6,7 @@ import warnings
 
 import pytest
 
-from tests.ops_sweep.cases import cases, forms
-from tests.ops_sweep.coverage import document, worst
-from tests.ops_sweep.trial import Finding, Pattern, Verdict, patterns, sweep
+from tests.ops.sweep import Finding, Pattern, Verdict, cases, document, forms, patterns, sweep, worst
 
 # One or two of every family, and those that needed mending.
 OPERATORS = """

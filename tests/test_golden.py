@@ -1,8 +1,7 @@
 """Observations, programs and reports of the zoo's models as text, one file each.
 
-They show what a change of capture, rules, passes or costs does.
-
-``python -m tests.golden`` writes the files again; read the difference before you commit it.
+They show what a change of capture, rules, passes or costs does. ``python -m tests.test_golden`` writes the files again;
+read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,16 @@ import re
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 import hfusion as hf
 from hfusion.capture.observe import observe
+from hfusion.device import native
+from hfusion.ops import rnn
 from tests.zoo import MODELS, Model
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).with_name("golden")
 MEMBERS = 3
 # Other versions write other graphs.
 TORCH = "2.13"
@@ -44,6 +46,18 @@ def text(model: Model) -> str:
     return re.sub(r"(\w\.py):\d+", r"\1", f"{observed}\n\n{part.program}\n\n{fused.report()}\n\n{fused}\n")
 
 
-def write() -> None:
-    for model in MODELS:
-        path(model).write_text(text(model))
+@pytest.mark.skipif(not torch.__version__.startswith(f"{TORCH}."), reason=f"the texts are of torch {TORCH}")
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_the_program_is_the_golden_one(model: Model) -> None:
+    if model.name == "recurrent" and isinstance(error := native.library(rnn.SOURCE), str):
+        pytest.skip(error)
+    assert text(model) == path(model).read_text()
+
+
+def test_every_text_has_its_model() -> None:
+    assert set(FOLDER.glob("*.txt")) == set(map(path, MODELS))
+
+
+if __name__ == "__main__":
+    for each in MODELS:
+        path(each).write_text(text(each))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
-from collections.abc import Iterator, Sequence
+import random
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +32,10 @@ from hfusion.passes.candidates import by_name
 from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import choose
 from hfusion.passes.regions import regions
-from tests.ops_sweep.cases import Case
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
 
 RELATIVE = {
     torch.float32: 1e-4,
@@ -341,3 +352,283 @@ def patterns(tensors: int, members: tuple[int, ...]) -> list[Pattern]:
     rows = [(False,) * tensors, (True,) * tensors]
     rows += [tuple(k == alone for k in range(tensors)) for alone in range(min(tensors, MAX_ALONE))]
     return [Pattern(b, row) for b in members for row in dict.fromkeys(rows)]
+
+
+# Cases of the sweep: operators of PyTorch's database with sample arguments, as modules of tensors only.
+
+# Tried in this order: the first dtype that an operator takes.
+DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128, torch.float32)
+MEMBERS = 3
+
+
+# Their values are whatever memory held, which the self-check rightly finds to differ.
+UNINITIALISED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """One way to call an operator of the database: as a function, or in place on a copy of its first argument."""
+
+    info: OpInfo
+    in_place: bool
+
+    @property
+    def name(self) -> str:
+        name = f"{self.info.name}[{self.info.variant_test_name}]" if self.info.variant_test_name else self.info.name
+        return f"{name} in place" if self.in_place else name
+
+    @property
+    def group(self) -> str:
+        return "in place" if self.in_place else f"function, {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None where the operator takes none of `DTYPES` on a CPU."""
+        return next((dtype for dtype in DTYPES if dtype in self.info.dtypes), None)
+
+    @property
+    def differentiable(self) -> bool:
+        dtype = self.dtype
+        return self.info.supports_autograd and dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+    def call(self, value: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not self.in_place:
+            return self.info(value, *args, **kwargs)
+        copy = value.clone()
+        return self.info.inplace_variant(copy, *args, **kwargs), copy
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A form with one sample: ``rows[b]`` are the tensors of member b, ``process`` brings outputs to a unique form."""
+
+    form: Form
+    leaves: tuple[Any, ...]
+    spec: Any
+    rows: tuple[tuple[Tensor, ...], ...]
+    process: Callable[[Any], Any]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        value, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        outputs = self.form.call(value, *args, **kwargs)
+        # A graph gives a torch.Size as the tuple that it is.
+        return tuple(outputs) if isinstance(outputs, torch.Size) else outputs
+
+    def unique(self, outputs: Any) -> Any:
+        """Outputs that torch defines up to a sign or a phase, without that freedom."""
+        return (self.process(outputs[0]), outputs[1]) if self.form.in_place else self.process(outputs)
+
+    def modules(self, count: int) -> list[nn.Module]:
+        """The call as members of an array; fuse refuses code that holds tensors with gradients, as the rows do."""
+        call = replace(self, rows=()).forward
+
+        class Operator(nn.Module):
+            def forward(self, *tensors: Tensor) -> Any:
+                return call(*tensors)
+
+        return [Operator() for _ in range(count)]
+
+    def __str__(self) -> str:
+        arguments = [_told(leaf) for leaf in self.leaves]
+        return f"{self.form.name}({', '.join(arguments)})"
+
+
+def _told(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def database() -> list[OpInfo]:
+    """PyTorch's own, which takes a second to import and forbids setting flags of `torch.backends`; that is undone."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+    return op_db
+
+
+def forms(only: Sequence[str] = ()) -> Iterator[Form]:
+    """Every form that computes something, or those of the operators named in ``only``."""
+    for info in database():
+        if info.name in UNINITIALISED or (only and info.name not in only):
+            continue
+        yield Form(info, in_place=False)
+        if info.inplace_variant is not None and info.name != "copysign_":
+            yield Form(info, in_place=True)
+
+
+def cases(form: Form, most: int) -> list[Case]:
+    """At most ``most`` samples, spread over those that the database has."""
+    if form.dtype is None:
+        return []
+    draws = [_draw(form, seed) for seed in range(MEMBERS)]
+    usable = [k for k, sample in enumerate(draws[0]) if _usable(form, sample)]
+    places = sorted({round(k * (len(usable) - 1) / max(most - 1, 1)) for k in range(most)}) if usable else []
+    return [_case(form, [draw[usable[k]] if usable[k] < len(draw) else draw[0] for draw in draws]) for k in places]
+
+
+def _draw(form: Form, seed: int) -> list[SampleInput]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return list(form.info.sample_inputs("cpu", form.dtype, requires_grad=form.differentiable))
+
+
+def _usable(form: Form, sample: SampleInput) -> bool:
+    tensors = _tensors(sample)
+    strided = all(t.layout is torch.strided and not t.is_nested for t in tensors)
+    return strided and not (form.in_place and (sample.broadcasts_input or not isinstance(sample.input, Tensor)))
+
+
+def _flat(sample: SampleInput) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+
+
+def _tensors(sample: SampleInput) -> list[Tensor]:
+    return [leaf for leaf in _flat(sample)[0] if isinstance(leaf, Tensor)]
+
+
+def _case(form: Form, draws: Sequence[SampleInput]) -> Case:
+    leaves, spec = _flat(draws[0])
+    first = _tensors(draws[0])
+    rows = [tuple(first)]
+    for member, draw in enumerate(draws[1:], start=1):
+        others = _tensors(draw)
+        rows.append(tuple(_other(member, k, x, others) for k, x in enumerate(first)))
+    held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Case(form, held, spec, tuple(rows), draws[0].output_process_fn_grad)
+
+
+def _other(member: int, index: int, x: Tensor, drawn: Sequence[Tensor]) -> Tensor:
+    """Another legal value for ``x``: of another draw where shapes agree, else scaled."""
+    if index < len(drawn) and (drawn[index].shape, drawn[index].dtype) == (x.shape, x.dtype):
+        return drawn[index]
+    if x.is_floating_point() or x.is_complex():
+        return (x.detach() * (1 - member / 8)).requires_grad_(x.requires_grad)
+    return x
+
+
+# Write the findings of a sweep as text: docs/reference/coverage.md.
+
+NAMES = {
+    Verdict.RIGHT: "right",
+    Verdict.LOOPED: "right, in a loop over members",
+    Verdict.REFUSED: "refused",
+    Verdict.ERROR: "error",
+    Verdict.WRONG: "wrong",
+    Verdict.NONE: "nothing to compare",
+}
+
+INTRODUCTION = """# Coverage of PyTorch's operators
+
+Written by `make ops-sweep`, with torch {version}: {operators} functions and in-place forms of PyTorch's operator
+database (`torch.testing._internal.common_methods_invocations.op_db`), each called by a small module with
+up to {samples} of the database's samples. A pair is an operator and a pattern: one or three members, and which tensor
+arguments are stacked: none, each alone, all. The array must give the outputs and gradients of the members
+alone, in float64 (relative 1e-9), or raise a clear error. Of several samples the worst counts.
+
+{table}
+
+{share:.1%} of the pairs of functions on float64 that can be compared are right.
+"""
+
+REASONS = {
+    Verdict.WRONG: "Wrong",
+    Verdict.ERROR: "Other errors",
+    Verdict.REFUSED: "Refused",
+    Verdict.LOOPED: "Right, but with operators that run in a loop over members",
+    Verdict.NONE: "Nothing to compare",
+}
+
+
+def worst(findings: Iterable[Finding]) -> list[Finding]:
+    """Of every pair the worst finding, in the order of the first."""
+    pairs: dict[tuple[str, int, str], Finding] = {}
+    for finding in findings:
+        key = (finding.operator, finding.pattern.members, finding.pattern.label)
+        if key not in pairs or finding.verdict > pairs[key].verdict:
+            pairs[key] = finding
+    return list(pairs.values())
+
+
+def document(findings: Iterable[Finding], samples: int) -> str:
+    """The whole of docs/reference/coverage.md."""
+    pairs = worst(findings)
+    plain = Counter(finding.verdict for finding in pairs if finding.group == "function, float64")
+    compared = sum(plain.values()) - plain[Verdict.NONE]
+    introduction = INTRODUCTION.format(
+        version=torch.__version__.partition("+")[0],
+        operators=len({finding.operator for finding in pairs}),
+        samples=samples,
+        table=table(pairs),
+        share=(plain[Verdict.RIGHT] + plain[Verdict.LOOPED]) / max(compared, 1),
+    )
+    parts = [f"\n## {title}\n\n{reasons(pairs, verdict)}" for verdict, title in REASONS.items()]
+    return introduction + "".join(parts)
+
+
+def table(pairs: Sequence[Finding]) -> str:
+    """How many pairs got which verdict, by kind of call."""
+    groups = list(dict.fromkeys(sorted(finding.group for finding in pairs)))
+    counts = Counter((finding.group, finding.verdict) for finding in pairs)
+    lines = [f"| pairs | {' | '.join(groups)} |", f"|---|{'---:|' * len(groups)}"]
+    for verdict, name in NAMES.items():
+        lines.append(f"| {name} | {' | '.join(str(counts[group, verdict]) for group in groups)} |")
+    return "\n".join(lines)
+
+
+def reasons(pairs: Sequence[Finding], verdict: Verdict) -> str:
+    """One line per reason, with the operators and patterns that it concerns."""
+    lines: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for finding in pairs:
+        if finding.verdict is verdict:
+            lines[finding.reason][finding.operator].append(str(finding.pattern))
+    if not lines:
+        return "None.\n"
+    return "".join(f"- {reason}: {_operators(where)}\n" for reason, where in sorted(lines.items()))
+
+
+def _operators(where: dict[str, list[str]]) -> str:
+    """Operators, with their patterns where these are few."""
+    return ", ".join(f"{name} ({'; '.join(p)})" if len(p) <= 2 else name for name, p in sorted(where.items()))
+
+
+# `python -m tests.ops.sweep`: calls of every operator of PyTorch's database, as arrays against the members alone.
+
+BAD = (Verdict.ERROR, Verdict.WRONG)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.ops.sweep", description=__doc__)
+    parser.add_argument("--docs", type=Path, help="where to write what was found")
+    parser.add_argument("--only", nargs="*", default=(), metavar="NAME", help="operators; all by default")
+    parser.add_argument("--samples", type=int, default=3, help="samples of every operator, at most")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    findings = list(_findings(options.only, options.samples))
+    if options.docs is not None:
+        options.docs.write_text(document(findings, options.samples))
+    pairs = worst(findings)
+    print(table(pairs))
+    for verdict in BAD if not options.only else (Verdict.NONE, Verdict.LOOPED, Verdict.REFUSED, *BAD):
+        print(f"{verdict.name}\n{reasons(pairs, verdict)}")
+    return int(any(finding.verdict in BAD for finding in pairs))
+
+
+def _findings(only: tuple[str, ...], samples: int) -> Iterator[Finding]:
+    began = time.perf_counter()
+    for form in forms(only):
+        for case in cases(form, samples):
+            for finding in sweep(case):
+                yield finding
+                if finding.verdict in BAD:
+                    print(
+                        f"{finding.verdict.name} {finding.sample} {finding.pattern}: {finding.reason}", file=sys.stderr
+                    )
+        if sys.stderr.isatty():
+            print(f"{time.perf_counter() - began:6.0f} s  {form.name:60}", end="\r", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,0 @@
-"""Write the golden texts again."""
-
-from tests.golden.texts import write
-
-write()
