@@ -336,13 +336,6 @@ class Step(Loop):
         super().pickle()
 
 
-class Compiled(Step):
-    """`hf.train_step`, compiled at the second call of each kind."""
-
-    compile = True
-    acts = frozenset({"step", "rate", "decay", "copy", "put", "permute", "freeze", "evaluate", "write", "save"})
-
-
 class Resident(Loop):
     """`hf.train` of an array that stays on its device; each call trains one epoch."""
 

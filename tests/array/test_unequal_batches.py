@@ -280,31 +280,9 @@ CLASSES = (3, 5, 3, 7)
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def values() -> list[Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randn(6, c, dtype=torch.float64, generator=draw) for c in CLASSES]
-
-
 def heads() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, c)).double() for c in CLASSES]
-
-
-def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tuple[list[nn.Module], Tensor]:
-    models, losses = heads(), []
-    optimizers = [
-        torch.optim.SGD(model.parameters(), lr=0.1 * (1 + row), momentum=0.9) for row, model in enumerate(models)
-    ]
-    for _ in range(steps):
-        member_losses = []
-        for model, optimizer, target in zip(models, optimizers, targets, strict=True):
-            optimizer.zero_grad()
-            member_loss = loss(model(X), target)
-            member_loss.backward()
-            optimizer.step()
-            member_losses.append(member_loss.detach())
-        losses.append(torch.stack(member_losses))
-    return models, torch.stack(losses)
 
 
 def test_inputs_may_differ_in_any_size() -> None:

@@ -197,10 +197,6 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-class Name(str):
-    pass
-
-
 class Table(dict):  # type: ignore[type-arg]
     pass
 

@@ -478,10 +478,6 @@ class Searched(nn.Module):
         return self.scaled(self.fc(branch(x)))
 
 
-def _raise(*_):
-    raise RuntimeError("the code of a property ran")
-
-
 KINDS = {
     "property that fails": {"points": property(lambda self: self.no_such_attribute)},
     "static method": {"scaled": staticmethod(lambda x: x * 2)},

@@ -147,10 +147,6 @@ def traced(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
     return module
 
 
-def order(module: fx.GraphModule) -> list[str]:
-    return [node.target._opname for node in module.graph.nodes if node.op == "call_function"]
-
-
 def mixed(x: Tensor, y: Tensor) -> Tensor:
     """Operands of which only one is transposed."""
     return x.mT + y.mT.contiguous()

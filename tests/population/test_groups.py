@@ -140,19 +140,6 @@ def test_an_evaluation_is_in_eval_mode_and_changes_no_member() -> None:
         torch.testing.assert_close(value, F.cross_entropy(copy.deepcopy(member).eval()(x), y))
 
 
-# Members that join later, however they come, train under each option of their population as they would alone.
-DOUBLE = torch.float64
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return 10 * torch.randn(6, 4, dtype=DOUBLE, generator=generator), torch.randint(3, (6,), generator=generator)
-
-
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a population and of its load, but for the models."""
     make = options.get("optimizer", _plain)

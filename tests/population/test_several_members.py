@@ -82,13 +82,6 @@ def test_the_mean_of_members(kind: str, weighted: bool) -> None:
     close(swapped.state_dict(), mean([before[3], before[0]], [2.0, 6.0]))
 
 
-def equal(pop: hf.Population, models: list[nn.Module], rows: list[int]) -> None:
-    for row in rows:
-        actual, expected = pop.fused[row].state_dict(), models[row].state_dict()
-        for name, value in expected.items():
-            torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12)
-
-
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(), nn.Linear(6, 3)).double()
 

@@ -13,7 +13,7 @@ from tests.schedule.compared import COMPARED
 from tests.shards import plans, task
 
 # The dispatcher: it counts started units, and passes the remaining work to the policy.
-FIFO, LONGEST = COMPARED["fifo"], COMPARED["sharded-lrtf"]
+LONGEST = COMPARED["sharded-lrtf"]
 
 
 @given(plans(), st.sampled_from(sorted(COMPARED)))

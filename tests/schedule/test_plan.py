@@ -214,7 +214,3 @@ def test_a_shard_that_borrows_comes_after_its_owner() -> None:
     assert ~2 in forward
     assert len(update) == 1
     assert evicted(loads[0]) < evicted(loads[1])
-
-
-def text(task_plan: TaskPlan, *, evaluate: bool = False) -> str:
-    return "\n".join(map(str, lowered(task_plan, evaluate=evaluate)))

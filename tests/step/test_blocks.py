@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,19 +322,6 @@ def test_others_do_not_notice(make: type[nn.Module], size: int | None, parts: in
 
 
 # Steps in parts together with what users put around a step: the same as by autograd, in float64.
-
-
-def scaled(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
-    """The losses of a program are not scaled; the scaler holds back who is not finite."""
-    scaler = hf.optim.GradScaler(init_scale=[1.0, 2.0, 4.0, 8.0])
-
-    def update(losses: Tensor) -> None:
-        scaler.scale(losses)
-        scaler.unscale_(opt)
-        scaler.step(opt)
-        scaler.update()
-
-    return update
 
 
 @needs_compiler

@@ -263,14 +263,6 @@ def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert program_cache.find(CompileRequest({"forward": 2})) == NoProgram("x" * 20)
 
 
-def steps(count: int) -> tuple[list[Tensor], str]:
-    torch.manual_seed(0)
-    fused = hf.fuse([nn.Linear(4, 3) for _ in range(4)])
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
-    losses = [step(torch.ones(5, 4), torch.tensor([0, 1, 2, 1, 0])) for _ in range(count)]
-    return losses, str(step.report())
-
-
 # Mistakes of compiled programs are detected, and such programs are not used.
 class _Wrong(CustomGraphPass):
     """A compiler that takes tanh for what is near it."""

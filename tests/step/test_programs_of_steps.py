@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.step.test_train_step import TINY, Pair, arrays, batch, loss_of, needs_compiler
+from tests.step.test_train_step import Pair, arrays, batch, loss_of, needs_compiler
 from tests.zoo import Model, normal
 
 
@@ -48,11 +48,6 @@ def test_member_by_member() -> None:
     assert "2 programs of" in rows[0].how
     assert "called once per member" in rows[0].how
     assert comparison.step.compilations == 2
-
-
-def advance(comparison: Pair, sizes: list[int]) -> None:
-    for number, size in enumerate(sizes):
-        comparison.advance(*batch(TINY, size), f"after step {number}")
 
 
 def row(comparison: Pair) -> str:

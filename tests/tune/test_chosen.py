@@ -175,11 +175,3 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> N
 
     with pytest.raises((ValueError, TypeError, hf.PlanError), match=message):
         chosen.search(2, **{"space": space, "make_model": Free, "loss": F.cross_entropy, "scheduler": None, **options})
-
-
-# Trials of one structure whose forwards differ, at once or in a later minibatch, train as alone.
-
-
-def space(trial: Any) -> dict[str, Any]:
-    choice = trial.suggest_categorical("choice", ["relu", "sigmoid"])
-    return {"lr": trial.suggest_float("lr", 1e-3, 0.1, log=True), "choice": choice}

@@ -209,7 +209,6 @@ def test_processes_are_a_number() -> None:
 # How many trials train at a time by default: as many as the sampler and the pruner learn from.
 
 TRIALS = 20
-GRID = {"lr": [k / 100 for k in range(1, TRIALS + 1)], "momentum": [0.0]}
 
 
 class Own(samplers.BaseSampler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.tune.trial_placement import seconds_saved
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
 optuna = pytest.importorskip("optuna")
@@ -114,11 +112,6 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
 # The choice between plain trials and an array by what plain ones take, and the change from plain to array.
 
 pytest.importorskip("optuna")
-
-
-def saved(epochs: tuple[int, ...] = (10, 10, 10, 10), side_by_side: int = 1, plain: float | None = 1e-3) -> float:
-    footprint: Any = SimpleNamespace(array_seconds=lambda rows, plain: 2e-3, startup=0.5)
-    return seconds_saved(epochs, 100, plain, footprint, side_by_side)
 
 
 # Several objectives: values are those of the trials alone, and what is best is Optuna's Pareto front.
