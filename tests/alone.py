@@ -61,10 +61,19 @@ def looped(part: ProgramReport) -> set[str]:
     return {fallback_runtime.calls[node.args[0][0]].path for node in nodes if node.meta["origin"].target is OPAQUE}
 
 
-def assert_alone(models: Sequence[nn.Module], *calls: Call | Tensor, grads: bool = True) -> hf.FusedModule:
-    """Fuse ``models``, make the calls, and compare with copies of the members after every one; returns the array."""
-    alone = copy.deepcopy(list(models))
+def assert_alone(
+    models: Sequence[nn.Module], *calls: Call | Tensor, grads: bool = True, rate: float = 0.0, copies: bool = True
+) -> hf.FusedModule:
+    """Fuse ``models``, make the calls, and compare with copies of the members after every one; returns the array.
+
+    Args:
+        rate: of the steps that torch's SGD makes of the array and of the members after every call; 0 for none.
+        copies: False for models that torch cannot copy, which are called themselves.
+    """
+    alone = copy.deepcopy(list(models)) if copies else list(models)
     fused = hf.fuse(models)
+    trained = (fused, *alone) if rate > 0 else ()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9) for module in trained]
     for k, one in enumerate(calls):
         made = one if isinstance(one, Call) else call(one)
         fused.zero_grad()
@@ -77,6 +86,8 @@ def assert_alone(models: Sequence[nn.Module], *calls: Call | Tensor, grads: bool
             for outputs in (ours, *theirs):
                 _backward(outputs)
             _compare_gradients(fused, alone, f"call {k}")
+        for optimizer in optimizers:
+            optimizer.step()
         for name, parameter in fused.named_parameters():
             close(parameter, [model.get_parameter(name) for model in alone], f"call {k}: parameter {name}")
         for name, buffer in fused.named_buffers():

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.program import Capture
-from tests.alone import normal
+from tests.alone import assert_alone, normal
 
 # How often forward is traced and run: captures are found again, and few runs answer all questions of one.
 SCALE = 2.0
@@ -262,35 +262,18 @@ HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {
 LAYERS: dict[str, Callable[[], nn.Module]] = {"dense": lambda: nn.Linear(4, 4), "looped": lambda: Branch(4, 4)}
 
 
-def compare_training(members: list[nn.Module], x: Tensor) -> hf.FusedModule:
-    """Assert that an array trains as ``members`` alone do; gives the array, in eval mode."""
-    array = hf.fuse(members)
-    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in (array, *members)]
-    for _ in range(3):
-        outputs, *rows = [module(x) for module in (array, *members)]
-        torch.testing.assert_close(outputs, torch.stack(rows), rtol=1e-9, atol=1e-12)
-        for optimizer, output in zip(optimizers, (outputs, *rows), strict=True):
-            optimizer.zero_grad()
-            output.sin().sum().backward()
-            optimizer.step()
-    for module in (array, *members):
-        module.eval()
-    expected = torch.stack([member(x) for member in members])
-    torch.testing.assert_close(array(x), expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.stack([m(x) for m in array.unfuse()]), expected, rtol=1e-9, atol=1e-12)
-    for name, stack in array.state_dict().items():
-        torch.testing.assert_close(stack, torch.stack([m.state_dict()[name] for m in members]), rtol=1e-9, atol=1e-12)
-    return array
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooked_members_train_as_alone(name: str, layer: str) -> None:
-    torch.manual_seed(0)
     members = [
         nn.Sequential(nn.Linear(4, 4), nn.Tanh(), HOOKED[name](LAYERS[layer]())).double() for _ in range(MEMBERS)
     ]
-    compare_training(members, torch.randn(5, 4, dtype=torch.float64))
+    x = normal(5, 4)
+    array = assert_alone(members, x, x, normal(5, 4), rate=0.1, copies=False).eval()
+    expected = torch.stack([member.eval()(x) for member in members])
+    for outputs in (array(x), torch.stack([member(x) for member in array.unfuse()])):
+        torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-12)
+    assert list(array.state_dict()) == list(members[0].state_dict())
 
 
 def prepared() -> nn.Module:

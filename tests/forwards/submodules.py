@@ -14,6 +14,7 @@ import hfusion as hf
 from tests.alone import call, normal
 from tests.forwards.table import (
     FAR,
+    MEMBERS,
     Sevenfold,
     Table,
     branch,
@@ -523,3 +524,32 @@ row(
     wide=lambda: nn.Linear(4, 6),
     loops=None,
 )
+
+
+class SparseLayer(nn.Module):
+    """A layer of a graph, which a member may leave out."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.inner, self.norm, self.unused = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.skips, self.calls = nn.Buffer(torch.tensor(skips)), nn.Buffer(torch.zeros(()))
+        self.double()
+
+    def forward(self, x, edges):
+        self.calls = self.calls + 1
+        hidden = self.norm(edges @ self.inner(x))
+        return hidden if self.skips else self.unused(hidden)
+
+
+for name in ("coo", "csr", "csc"):
+    row(
+        f"sparse argument: {name}",
+        make=lambda member: SparseLayer(member > 0),
+        calls=lambda name=name: [
+            call(normal(5, 4), getattr(normal(5, 5), f"to_sparse{'_' + name if name != 'coo' else ''}")())
+            for _ in range(2)
+        ],
+        loops=MEMBERS,
+        says=f"an argument is a tensor of layout torch.sparse_{name}",
+        ignores="Sparse .* tensor support is in beta state",
+    )

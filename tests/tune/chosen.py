@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 import hfusion as hf
 from tests.tune.cases import MACHINE, data, evaluating
 
+# By name, by the class of an array's optimizer, and by that of torch.
+OPTIMIZERS = {"sgd": hf.optim.SGD, "adamw": "adamw", "adam": torch.optim.Adam}
 ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh}
 
 
@@ -31,9 +33,9 @@ class ByName(nn.Module):
 
 
 def space(trial: Any) -> dict[str, Any]:
-    kind = trial.suggest_categorical("optimizer", ["sgd", "adamw"])
+    kind = trial.suggest_categorical("optimizer", list(OPTIMIZERS))
     values = {
-        "optimizer": kind,
+        "optimizer": OPTIMIZERS[kind],
         "lr": trial.suggest_float("lr", 1e-3, 0.1, log=True),
         "hidden": trial.suggest_categorical("hidden", [4, 8]),
         "activation": trial.suggest_categorical("activation", list(ACTIVATIONS)),
@@ -71,8 +73,9 @@ def decay(optimizer: Any, gamma: float) -> Any:
 
 
 def optimizer(params: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    if params["optimizer"] == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99))
+    if params["optimizer"] != "sgd":
+        kind = torch.optim.AdamW if params["optimizer"] == "adamw" else torch.optim.Adam
+        return kind(model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99))
     options = {"momentum": params["momentum"], "nesterov": params["nesterov"]}
     return torch.optim.SGD(model.parameters(), lr=params["lr"], **options)
 
