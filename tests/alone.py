@@ -74,25 +74,43 @@ def assert_alone(
     fused = hf.fuse(models)
     trained = (fused, *alone) if rate > 0 else ()
     optimizers = [torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9) for module in trained]
-    for k, one in enumerate(calls):
-        made = one if isinstance(one, Call) else call(one)
-        fused.zero_grad()
-        for model in alone:
-            model.zero_grad()
-        ours = fused(*made.args, **made.kwargs)
-        theirs = [model(*args, **kwargs) for model, (args, kwargs) in zip(alone, _rows(made, len(alone)), strict=True)]
-        _compare_outputs(ours, theirs, f"call {k}")
-        if grads:
-            for outputs in (ours, *theirs):
-                _backward(outputs)
-            _compare_gradients(fused, alone, f"call {k}")
-        for optimizer in optimizers:
-            optimizer.step()
-        for name, parameter in fused.named_parameters():
-            close(parameter, [model.get_parameter(name) for model in alone], f"call {k}: parameter {name}")
-        for name, buffer in fused.named_buffers():
-            close(buffer, [model.get_buffer(name) for model in alone], f"call {k}: buffer {name}")
+    for k, made in enumerate(calls):
+        compare_call(fused, alone, made, f"call {k}", grads=grads)
+        if rate > 0:
+            for optimizer in optimizers:
+                optimizer.step()
+            compare_tensors(fused, alone, f"step {k}")
     return fused
+
+
+def compare_call(
+    fused: hf.FusedModule, alone: Sequence[nn.Module], made: Call | Tensor, what: str = "call", *, grads: bool = True
+) -> None:
+    """Call an array and its members alone, and compare outputs, gradients, parameters and buffers.
+
+    Args:
+        what: begins the message of a difference.
+    """
+    made = made if isinstance(made, Call) else call(made)
+    fused.zero_grad()
+    for model in alone:
+        model.zero_grad()
+    ours = fused(*made.args, **made.kwargs)
+    theirs = [model(*args, **kwargs) for model, (args, kwargs) in zip(alone, _rows(made, len(alone)), strict=True)]
+    _compare_outputs(ours, theirs, what)
+    if grads:
+        for outputs in (ours, *theirs):
+            _backward(outputs)
+        _compare_gradients(fused, alone, what)
+    compare_tensors(fused, alone, what)
+
+
+def compare_tensors(fused: hf.FusedModule, alone: Sequence[nn.Module], what: str) -> None:
+    """Compare parameters and buffers."""
+    for name, parameter in fused.named_parameters():
+        close(parameter, [model.get_parameter(name) for model in alone], f"{what}: parameter {name}")
+    for name, buffer in fused.named_buffers():
+        close(buffer, [model.get_buffer(name) for model in alone], f"{what}: buffer {name}")
 
 
 def _rows(made: Call, members: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
+from tests.alone import compare_call, compare_tensors
 from tests.zoo import MODELS, Model
 
 RELATIVE = 1e-9
@@ -165,20 +166,6 @@ def inputs(count: int) -> Iterator[Tensor]:
         yield torch.randn(6, 3, generator=generator, dtype=torch.float64)
 
 
-def backward(fused: hf.FusedModule, models: list[nn.Module], x: Tensor) -> None:
-    for model in (fused, *models):
-        model.zero_grad()
-    fused(x).square().flatten(1).mean(1).sum().backward()
-    for model in models:
-        model(x).square().mean().backward()
-
-
-def assert_equal(fused: nn.Module, models: list[Any], of: Callable[[nn.Module], Any] = nn.Module.state_dict) -> None:
-    for key, stack in of(fused).items():
-        rows = torch.stack([of(model)[key] for model in models])
-        torch.testing.assert_close(stack, rows if stack.dim() == rows.dim() else rows[0], rtol=1e-9, atol=1e-12)
-
-
 def test_update_bn_member_by_member() -> None:
     fused, models = pair()
     before = copy.deepcopy(fused.state_dict())
@@ -188,7 +175,7 @@ def test_update_bn_member_by_member() -> None:
     for member, model in zip(fused, models, strict=True):
         update_bn(inputs(3), member)
         update_bn(inputs(3), model)
-    assert_equal(fused, models)
+    compare_tensors(fused, models, "after update_bn")
     assert fused.get_buffer("norm.num_batches_tracked").tolist() == [3] * MEMBERS
 
 
@@ -228,8 +215,7 @@ def test_models_that_torch_compile_has_wrapped() -> None:
     _, models = pair()
     fused = hf.fuse([*map(compiled, models)])
     for x in inputs(2):
-        backward(fused, models, x)
-    assert_equal(fused, models)
+        compare_call(fused, models, x)
     assert type(fused.unfuse()[0]) is type(models[0])
     fused.put(0, compiled(models[1]))
     fused.append([compiled(models[0])])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
 from hfusion.core.membership import membership
-from tests.alone import close, normal
+from tests.alone import close, compare_call, normal
 from tests.array.test_fuse import Adapted, base
 
 
@@ -135,21 +135,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def _same(fused: hf.FusedModule, alone: Sequence[nn.Module]) -> None:
     """One forward and backward of the array against those of its members alone."""
     x = normal(6, 4)
-    fused.zero_grad()
-    out = fused(x)
-    rows = []
-    for model in alone:
-        model.zero_grad()
-        rows.append(model(x))
-    close(out, rows, "output")
-    out.square().sum().backward()
-    torch.stack(rows).square().sum().backward()
-    for name, stack in fused.named_parameters():
-        if stack.requires_grad:
-            grads = [dict(model.named_parameters())[name].grad for model in alone]
-            torch.testing.assert_close(stack.grad, torch.stack(grads), rtol=1e-9, atol=1e-11)  # type: ignore[arg-type]
-    for name, stack in fused.named_buffers():
-        close(stack, [dict(model.named_buffers())[name] for model in alone], name)
+    compare_call(fused, alone, x)
     for member, model in zip(fused.unfuse(), alone, strict=True):
         close(member(x).unsqueeze(0), [copy.deepcopy(model)(x)], "unfused")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ class Killed(BaseException):
     pass
 
 
+@pytest.fixture(params=[math.inf, -math.inf], ids=["array", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials train in arrays, or each as a plain model."""
+    monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: request.param)
+
+
+@pytest.mark.usefixtures("way")
 def test_all_choices_at_once_also_after_a_kill(tmp_path: Path) -> None:
     judged: list[int] = []
 
@@ -71,6 +79,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, list[Any]], str]] = {
 }
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name: str) -> None:
     """Trials that join later begin theirs at its begin."""
