@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from hfusion.array.array_editing import Array, ArrayState, Rows, mark_tensors
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
-from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, method_names, modules_by_path
+from hfusion.array.module_tree import STATE, Tree, array_of_method, fixed_of, grow, method_names, modules_by_path
 from hfusion.array.per_model import hinting, note_call
 from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, unserved
 from hfusion.array.variable_states import Situations
@@ -82,8 +82,11 @@ class FusedModule(Rows, Tree):
         self._loops: dict[str, None] = {}
         # The operators of members, from which programs are derived.
         self._traces: dict[Any, OperatorTrace | None] = {}
-        # Whether the members of another array are computed, whose own objects keep their Python state.
-        self._is_part = False
+        # By the name of a method, the array whose forward it is, and the members that it was made for.
+        self._methods: dict[str, tuple[Array, FusedModule]] = {}
+        # Whether the members of another array are computed, whose own objects keep their Python state; and whether
+        # by another method, which that array loops over if it cannot be captured.
+        self._is_part = self._is_method = False
         # Called with each new program, before it runs.
         self._on_program: Callable[[Compiled], object] = lambda compiled: None
         self._find_program_name = finder(self, self._traced)
@@ -144,10 +147,8 @@ class FusedModule(Rows, Tree):
                 note_call(self)
                 return output
             compiled = self._program(arguments)
-        except KeepsState as error:
-            return self._keeping_state(arguments, error)
         except NotCaptured as error:
-            return run_members(self, arguments, str(error))
+            return self._uncaptured(arguments, error)
         if id(compiled) not in self._bound:
             self._bound[id(compiled)] = bind(compiled, self)
         try:
@@ -169,8 +170,12 @@ class FusedModule(Rows, Tree):
         note_call(self)
         return output
 
-    def _keeping_state(self, arguments: Arguments, error: KeepsState) -> Any:
-        """Run a call whose forward changes Python state as the members' own code, each once."""
+    def _uncaptured(self, arguments: Arguments, error: NotCaptured) -> Any:
+        """Run a call that cannot be captured, or whose forward changes Python state, as the members' own code."""
+        if self._is_method:
+            raise error
+        if not isinstance(error, KeepsState):
+            return run_members(self, arguments, str(error))
         if self._is_part:
             raise FusionError(f"{error}. Call the members together, by their forward and without memory=") from error
         if common := sorted(error.names & self._array.comparison.common):
@@ -178,7 +183,7 @@ class FusedModule(Rows, Tree):
         return run_members(self, arguments, str(error))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the members, one after the other; ``fused.method(...)`` is equivalent.
+        """Call another method of the members in the same way as forward; ``fused.method(...)`` is equivalent.
 
         Args: as of `forward`.
 
@@ -193,10 +198,19 @@ class FusedModule(Rows, Tree):
         if method not in names:
             described = ", ".join(sorted(names)) or "none"
             raise FusionError(f"{self._original} has no method {method} of its own that computes; it has {described}")
-        if exporting():
-            raise NotCaptured(f"{method}() of {self._original} runs member by member, which torch.export cannot take")
-        self._split(calling=True)
-        return self._untraced(run_members, self, Arguments.of(args, kwargs), f"{method}() is not forward", method)
+        if why := self._split(calling=True):
+            return self._untraced(run_members, self, Arguments.of(args, kwargs), why, method)
+        made_for, array = self._methods.get(method, (None, self))
+        if made_for is not self._array:
+            array = array_of_method(self, method)
+            self._methods[method] = self._array, array
+        array.training = self.training
+        try:
+            output = array.forward(*args, **kwargs)
+        except NotCaptured as error:
+            return self._untraced(run_members, self, Arguments.of(args, kwargs), str(error), method)
+        self.training = array.training
+        return output
 
     def fingerprint(self) -> Any:
         """Return all that forward depends on besides tensors and modes, hashable: for models that contain an array."""
@@ -335,7 +349,10 @@ class FusedModule(Rows, Tree):
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
         padded = "batches of different sizes run in one call, filled up to the largest"
         sizes = (f"{padded}, where that at most doubles the samples",) if self._has_padded else ()
-        return FusionReport(tuple(parts), tuple(self._loops), sizes)
+        loops, methods = [*self._loops], [array.report() for _, array in self._methods.values()]
+        for report in methods:
+            parts, loops, sizes = [*parts, *report.parts], [*loops, *report.loops], (*sizes, *report.sizes)
+        return FusionReport(tuple(parts), tuple(loops), sizes)
 
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]
@@ -414,6 +431,7 @@ class FusedModule(Rows, Tree):
             self._checks,
             self._samples,
             self._refusals,
+            self._methods,
         ]
         for programs in caches:
             programs.clear()

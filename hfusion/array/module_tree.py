@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hfusion.array.member_views import switch_mode
+from hfusion.capture.export_context import apart
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
 
 STATE = frozenset(
     {
@@ -28,6 +36,8 @@ STATE = frozenset(
         "_samples",
         "_loops",
         "_traces",
+        "_methods",
+        "_is_method",
         "_find_program_name",
         "_untraced",
         "_states",
@@ -326,3 +336,49 @@ def method_names(model: nn.Module) -> frozenset[str]:
         for name, value in vars(kind).items()
         if isinstance(value, types.FunctionType) and not name.startswith("__")
     )
+
+
+# Methods of the members other than forward, called on an array like forward: captured, batched and checked.
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_tied", "_fixed")
+
+
+def array_of_method(fused: FusedModule, name: str) -> FusedModule:
+    """Return a new array around the tensors of ``fused`` whose forward is the members' method ``name``."""
+    with apart():
+        skeletons = tuple(map(copy.deepcopy, fused._array.skeletons))
+    for skeleton in skeletons:
+        kind: Any = type(skeleton)
+        skeleton.__class__ = _class_with_forward(kind, name)
+    array = type(fused).__new__(type(fused))
+    nn.Module.__init__(array)
+    # Share the dict objects themselves, so that both arrays see replaced tensors.
+    vars(array).update({key: vars(fused)[key] for key in _SHARED})
+    array._original = f"{fused._original}.{name}"
+    array._array = replace(fused._array, skeletons=skeletons)
+    array._prepare()
+    array._is_part = array._is_method = True
+    array._real = fused._real
+    fused._own_branches(fused._array)
+    return array
+
+
+@functools.lru_cache(maxsize=256)
+def _class_with_forward(kind: type[nn.Module], name: str) -> type[nn.Module]:
+    """Return a subclass of ``kind`` whose forward runs the method ``name``; inside it, forward is that of ``kind``."""
+    method: Callable[..., Any] = getattr(kind, name)
+    running = threading.local()
+
+    @functools.wraps(method)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside = getattr(running, "inside", None)
+        if inside is self:
+            return kind.forward(self, *args, **kwargs)
+        running.inside = self
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            running.inside = inside
+
+    namespace = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), namespace)

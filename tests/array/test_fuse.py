@@ -224,6 +224,12 @@ class Agent(nn.Module):
     def act(self, x: Tensor) -> Tensor:
         return self.forward(x).argmax(-1)
 
+    calls = 0
+
+    def count(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x)
+
     def by_value(self, x: Tensor) -> Tensor:
         return self.get_value(x) if float(x.detach().sum()) > -1e9 else x
 
@@ -269,6 +275,16 @@ def test_a_method_of_an_array_is_that_of_the_members(name: str, training: bool) 
     for key, stack in array.named_buffers():
         torch.testing.assert_close(stack, torch.stack([member.get_buffer(key) for member in members]))
     assert array.training is training
+
+
+def test_methods_are_captured_each_and_loop_where_they_keep_state() -> None:
+    array = hf.fuse(agents())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    array.get_value(x)
+    assert [part.program.name for part in array.report().parts] == ["Agent.get_value"]
+    array.count(x)
+    assert [member.calls for member in array] == [1, 1, 1]
+    assert "calls" in str(array.report())
 
 
 def test_unknown_and_unsupported_methods_raise() -> None:
