@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
+from hfusion.core.step_arguments import Compile
 from hfusion.device.backend import draws_kept, seed_in_use
 from hfusion.optim import AdamW
 from hfusion.population.weights import member_tensors
-from hfusion.step.train_step import Compile, train_step
+from hfusion.step.train_step import train_step
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin, is_classifier

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hfusion as hf
 from hfusion.core.calls import Ragged
-from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark
+from hfusion.core.step_arguments import check_losses
 from hfusion.device.calibrate import ComputeRates, Rates
 from tests.alone import normal
 from tests.forwards.table import linear, module

@@ -30,8 +30,8 @@ from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.layout import Listed
-from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
+from hfusion.core.step_arguments import PerMemberFunction, check_loss_function
 from hfusion.device.backend import active_autocast, draws_kept
 from hfusion.passes.side_effects import FailedCheck
 from hfusion.torch_private.dispatch_modes import in_transform, is_wrapped, outside_transforms, unwrapped

@@ -9,14 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.member_table import MemberTable
 from hfusion.core.row_indices import is_row
+from hfusion.core.step_arguments import Compile, check_loss_function
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.optim.optimizer_rows import made_for_rows
-from hfusion.step.train_step import Compile
 
 OnNonfinite = Literal["freeze", "raise", "ignore"]
 

@@ -20,8 +20,8 @@ from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, is_per_member, mark, membership
+from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast
 from hfusion.population.evaluation import evaluating_model, with_row
 from hfusion.population.group_options import GroupOptions

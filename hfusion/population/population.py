@@ -23,6 +23,7 @@ from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.exclusive import FairLock
 from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
+from hfusion.core.step_arguments import Compile
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -48,7 +49,6 @@ from hfusion.population.plain_group import group_of
 from hfusion.population.saving import gathered, load
 from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import BestMembers, average
-from hfusion.step.train_step import Compile
 from hfusion.torch_private.module_hooks import has_step_hooks
 
 Method = TypeVar("Method", bound=Callable[..., Any])

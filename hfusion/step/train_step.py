@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import compiling
 from hfusion.core.member_random import keyed
 from hfusion.core.membership import check_whole_stack
+from hfusion.core.step_arguments import Compile, check_compile
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
@@ -42,18 +43,6 @@ from hfusion.step.step_signatures import (
     shared_variants,
     traits_of,
 )
-
-Compile: TypeAlias = bool | None
-"""The argument ``compile``. None compiles once steps took two seconds, if that is faster, True always, False never."""
-
-
-def check_compile(compile: object) -> None:
-    """Raise ValueError unless ``compile`` is a `Compile`."""
-    if compile is not None and not isinstance(compile, bool):
-        raise ValueError(
-            f"compile is {compile!r}. Give None to compile where that pays, True to compile always, or False to "
-            "compile never"
-        )
 
 
 def check_parts(parts: object) -> int | str:

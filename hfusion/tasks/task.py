@@ -13,13 +13,13 @@ from torch.optim import lr_scheduler
 from hfusion.array.module import FusedModule
 from hfusion.capture.compare_models import check_alone, check_pair
 from hfusion.core.errors import FusionError, PlanError
-from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.patience import Patience
+from hfusion.core.step_arguments import Compile, check_compile, check_loss_function
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.optimizer_rows import made_for_rows
-from hfusion.step.train_step import Compile, check_compile, check_parts
+from hfusion.step.train_step import check_parts
 from hfusion.tasks.reading import length
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]

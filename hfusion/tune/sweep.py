@@ -18,11 +18,10 @@ from torch import nn
 from hfusion.cluster.messages import DeviceInfo, Executor
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, resume_folder
-from hfusion.core.loss_checks import check_loss_function
+from hfusion.core.step_arguments import Compile, check_compile, check_loss_function
 from hfusion.device.machine import Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
-from hfusion.step.train_step import Compile, check_compile
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space

@@ -17,11 +17,10 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.calls import call_arguments
-from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark, unmark
+from hfusion.core.step_arguments import Compile, check_losses
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.evaluation import evaluating_model, member_metrics, with_row
-from hfusion.step.train_step import Compile
 from hfusion.tune.loaders import Loaders, batches_on, seeded
 from hfusion.tune.space import (
     ArrayChoices,

@@ -196,7 +196,7 @@ PADDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]] = {
     "outer product": (*then(lambda x: torch.einsum("ni,nj->nij", x, x)), "einsum: it may mix"),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), of(4), "forward changes 1."),
-    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), of(4), "dropout: it draws"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), of(4), "dropout: its train is True"),
     "counts of an index": (
         lambda: nn.Embedding(7, 3, scale_grad_by_freq=True),
         lambda size: torch.randint(7, (size, 2)),
@@ -208,7 +208,7 @@ GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]]
     "flat": (*then(lambda x: x.reshape(-1)), "reshape: it moves or merges"),
     "number of samples": (*then(lambda x: x / x.shape[0]), "it uses the number of samples"),
     "sum": (*then(lambda x: x.sum()), "sum: it may mix"),
-    "pairs": (*then(lambda x: (x[:, None] - x[None]).sum(1)), "unsqueeze: it moves"),
+    "pairs": (*then(lambda x: (x[:, None] - x[None]).sum(1)), "unsqueeze: it works along samples"),
     "first sample": (*then(lambda x: x - x[:1]), "slice.Tensor: it picks"),
     "joined": (*then(lambda x: torch.cat([x, x])), "cat: it works along"),
     "branch on the size": (*then(lambda x: x if x.shape[0] > 10 else -x), ""),

@@ -1,12 +1,24 @@
-"""Errors for losses that cannot train a model, with the remedy."""
+"""The arguments of training steps: losses, which may be unable to train a model, and when to compile."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from hfusion.core.layout import Listed
+
+Compile: TypeAlias = bool | None
+"""The argument ``compile``. None compiles once steps took two seconds, if that is faster, True always, False never."""
+
+
+def check_compile(compile: object) -> None:
+    """Raise ValueError unless ``compile`` is a `Compile`."""
+    if compile is not None and not isinstance(compile, bool):
+        raise ValueError(
+            f"compile is {compile!r}. Give None to compile where that pays, True to compile always, or False to "
+            "compile never"
+        )
 
 
 class PerMemberFunction:
