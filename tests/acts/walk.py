@@ -219,14 +219,17 @@ class Walk:
 
     def compare_gradients(self) -> None:
         for row in self.live:
-            theirs = dict(self.member(row).model.named_parameters())
+            member = self.member(row)
+            theirs = dict(member.model.named_parameters())
+            # Amid an update gradients are scaled, and so is the rounding of those that are zero.
+            scale = member.scaler.get_scale() if member.scaler is not None and member.calls else 1.0
             for name, grad in self.client.grads(row).items():
                 expected = theirs[name].grad
                 if grad is None or expected is None:
                     rest = grad if expected is None else expected
                     assert rest is None or not rest.any(), f"gradient of {name} in row {row}"
                 else:
-                    close(grad, [expected], f"gradient of {name} in row {row}")
+                    close(grad / scale, [expected / scale], f"gradient of {name} in row {row}")
 
     def align(self) -> None:
         """End the updates that are underway, in trainings in which all members make updates together."""
