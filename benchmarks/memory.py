@@ -25,7 +25,6 @@ from hfusion.bench import fuse_benchmark, harness
 from hfusion.bench.cases import CASES, Running, Workload, losses
 from hfusion.bench.contenders import CONTENDERS, start_serial
 from hfusion.bench.harness import Row
-from hfusion.device.backend import backend
 
 STEPS, STEADY = 2, "steady steps"
 
@@ -54,9 +53,11 @@ Prepare = Callable[[], tuple[Running | None, Row]]
 
 def _on_device(device: torch.device, prepare: Prepare):
     """Return the result of ``prepare``, and the peak of bytes that its steps allocated in addition to those before."""
-    before = backend(device).allocated(lambda: None)
+    before = torch.accelerator.memory_allocated(device)
     prepared = prepare()
-    return prepared, backend(device).allocated(lambda: _steady(prepared[0])) - before
+    torch.accelerator.reset_peak_memory_stats(device)
+    _steady(prepared[0])
+    return prepared, torch.accelerator.max_memory_allocated(device) - before
 
 
 def _on_host(device: torch.device, prepare: Prepare):
