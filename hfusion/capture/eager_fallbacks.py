@@ -33,7 +33,7 @@ from hfusion.capture.fallback_runtime import (
 from hfusion.capture.hooks import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
 from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity, restored
-from hfusion.capture.reachable_code import names_of, search_of
+from hfusion.capture.reachable_code import names_of, names_written, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
@@ -292,7 +292,7 @@ class StateWatch:
         reached = walk(modules, visit)
         # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
         files = {type(module).__module__ for module in modules}
-        assigned, filled = self._search.assigned, self._search.filled
+        assigned, filled = names_written(self._model)
         return min(
             (
                 name

@@ -105,7 +105,6 @@ class CodeSearch:
         holders: the holders of variables within reach, even if the code names none of their variables.
         spaces: by the id of a file's dict of globals, the dict and the names that functions use.
         assigned: the names of variables and attributes that the code may assign.
-        filled: the names of attributes in code that may change the items of a container.
         outer_modules: whether the code refers to modules that it does not reach through ``models``.
         complete: whether all functions within reach were followed.
     """
@@ -122,7 +121,6 @@ class CodeSearch:
         self.outer_modules, self.complete = False, True
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.assigned: set[str] = set()
-        self.filled: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
         self._titles = Counter[str]()
@@ -168,7 +166,6 @@ class CodeSearch:
         variables, space = _variables_named(function), function.__globals__
         self._named |= attribute_names(function.__code__)
         self.assigned |= assigned_names(function.__code__)
-        self.filled |= filled_names(function.__code__)
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if name != "__class__":
@@ -398,6 +395,32 @@ def assigned_names(code: types.CodeType) -> frozenset[str]:
     if not _ASSIGNING.isdisjoint(code.co_names):
         names |= {const for const in code.co_consts if isinstance(const, str)}
     return frozenset(names).union(*map(assigned_names, _nested(code)))
+
+
+def names_written(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that forward of ``model`` may assign, and those of containers whose items it may change.
+
+    Only functions that forward may call are read: a `CodeSearch` also follows what could be called elsewhere, and of a
+    large package, which assigns many names, hardly anything would be left.
+    """
+    functions = [f for part in model.modules() for f in _instance_functions(part)]
+    methods = [pair for kind in dict.fromkeys(map(type, model.modules())) for pair in _methods(kind)]
+    methods = [(name, function) for name, function in methods if name != "__init__"]
+    named, reached = {"forward"}, set[types.FunctionType]()
+    waiting = functions + [function for _, function in methods if function.__name__ in named]
+    while waiting:
+        function = waiting.pop()
+        if function in reached:
+            continue
+        reached.add(function)
+        names, space = names_in(function.__code__), function.__globals__
+        values = [space[name] for name in names.variables if name in space]
+        waiting += [f for value in values for f in functions_behind(value) if is_user_code(f.__module__)]
+        more = set(names.attributes) - named
+        waiting += [f for _, f in methods if f.__name__ in more]
+        named |= more
+    codes = [function.__code__ for function in reached]
+    return frozenset().union(*map(assigned_names, codes)), frozenset().union(*map(filled_names, codes))
 
 
 @functools.lru_cache(maxsize=4096)
