@@ -159,7 +159,7 @@ class FusedModule(Rows, Tree):
             output = self._bound[id(compiled)](arguments.values)
         except FailedCheck as error:
             # A member raises its own error. If none does, the caller of a submodule catches it.
-            return run_members(self, arguments, str(error))
+            return self._uncaptured(arguments, NotCaptured(str(error)))
         except Unforeseen as error:
             if in_transform():
                 return self._transformed(compiled, arguments, str(error))

@@ -275,6 +275,10 @@ class StateWatch:
         # What is written into registered tensors is no Python state.
         return IdentityRef(value) if id(value) in self._registered else identity(value)
 
+    @cached_property
+    def _names_written(self) -> tuple[frozenset[str], frozenset[str]]:
+        return names_written(self._model)
+
     def written(self, island: Island) -> str | None:
         """Return an attribute in reach of ``island`` that forward changes, or may change; None if there is none."""
         if island in self.changing:
@@ -292,7 +296,7 @@ class StateWatch:
         reached = walk(modules, visit)
         # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
         files = {type(module).__module__ for module in modules}
-        assigned, filled = names_written(self._model)
+        assigned, filled = self._names_written
         return min(
             (
                 name

@@ -230,6 +230,11 @@ class Agent(nn.Module):
         self.calls += 1
         return self.body(x)
 
+    def checked(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return self.body(x)
+
     def by_value(self, x: Tensor) -> Tensor:
         return self.get_value(x) if float(x.detach().sum()) > -1e9 else x
 
@@ -285,6 +290,9 @@ def test_methods_are_captured_each_and_loop_where_they_keep_state() -> None:
     array.count(x)
     assert [member.calls for member in array] == [1, 1, 1]
     assert "calls" in str(array.report())
+    array.checked(x)
+    with pytest.raises(ValueError, match="not a number"):
+        array.checked(x * torch.nan)
 
 
 def test_unknown_and_unsupported_methods_raise() -> None:
