@@ -241,3 +241,19 @@ def test_what_a_slice_knows() -> None:
     assert (array[3].adapter.bias == 5).all()
     for made in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
         assert torch.equal(made.eval()(torch.ones(2, 4).double()), array[2:4].eval()(torch.ones(2, 4).double()))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_outputs_of_before_do_not_hinder_the_next_backward(frozen: bool) -> None:
+    alone = [Branching() for _ in range(4)]
+    fused, x = hf.fuse(alone), torch.randn(3, 4, dtype=torch.float64)
+    held = fused(x)
+    held.square().sum().backward()
+    fused.fc.weight.requires_grad_(not frozen)
+    fused.keep([0, 2, 3])
+    fused.fc.weight.requires_grad_()
+    fused.zero_grad()
+    fused(x).square().sum().backward()
+    for row, model in enumerate([alone[0], alone[2], alone[3]]):
+        model(x).square().sum().backward()
+        assert torch.allclose(fused.fc.weight.grad[row], model.fc.weight.grad)
