@@ -381,7 +381,9 @@ def average(walk: Walk) -> None:
     population(walk).average(rows, shares, into=rows[:1])
     mean = dict(states[-1])
     for name, value in mean.items():
-        if value.is_floating_point() or value.is_complex():
+        # The mean of what members share is that, without the rounding of a sum.
+        same = all(torch.equal(state[name], value) for state in states)
+        if not same and (value.is_floating_point() or value.is_complex()):
             parts = [share / sum(shares) * state[name] for share, state in zip(shares, states, strict=True)]
             mean[name] = torch.stack(parts).sum(0)
     walk.member(rows[0]).model.load_state_dict(mean)
