@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import check_materialized
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.fusion_report import FusionReport
-from hfusion.core.calls import StackedInput
+from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
@@ -138,45 +138,50 @@ class MemberFunction:
     @torch.no_grad()
     def _run(self, named: Mapping[str, Tensor], rows: Sequence[int] | None, arguments: Arguments) -> None:
         """Run the function for members ``rows`` of an array's tensors; for None, for the tensors of one model."""
-        grads = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
-        held = {("params", name): tensor.detach() for name, tensor in named.items()}
-        held |= {("grads", name): grad.detach() for name, grad in grads.items()}
-        stacks = {key: tensor[None] for key, tensor in held.items()} if rows is None else held
-        shared = frozenset(key for key in stacks if rows is not None and not has_rows(named[key[1]]))
-        absent = {name: flags for name, grad in grads.items() if (flags := absent_rows(grad)) is not None}
+        held = {name: (tensor, tensor.grad) for name, tensor in named.items() if tensor.grad is not None}
+        absent = {name: flags for name, (_, grad) in held.items() if (flags := absent_rows(grad)) is not None}
+
+        def leaf(owner: Tensor, tensor: Tensor) -> Any:
+            if rows is None:
+                return StackedInput(tensor.detach()[None])
+            return StackedInput(tensor.detach()) if has_rows(owner) else tensor.detach()
+
+        params = {name: leaf(tensor, tensor) for name, tensor in named.items()}
+        grads = {name: leaf(*pair) for name, pair in held.items()}
+        args, kwargs = arguments.mapped(Tensor.detach).args_and_kwargs()
         # Members that have gradients of the same parameters run together.
         groups: dict[frozenset[str], list[int]] = {}
         for row in [0] if rows is None else rows:
             groups.setdefault(frozenset(name for name, flags in absent.items() if flags[row]), []).append(row)
-        for without_grad, members in groups.items():
-            tensors = {key: t for key, t in stacks.items() if key[0] == "params" or key[1] not in without_grad}
-            self._run_together(MemberCall(tensors, shared, arguments.mapped(Tensor.detach)), members)
+        for without, members in groups.items():
+            present = {name: grad for name, grad in grads.items() if name not in without}
+            self._run_together(Arguments.of((params, present, *args), kwargs), len(params) + len(present), members)
 
-    def _run_together(self, call: MemberCall, rows: list[int]) -> None:
-        described = tuple((key, t.shape[1:], t.dtype, t.device, key in call.shared) for key, t in call.tensors.items())
-        key = described, call.arguments.numberless_key, torch.get_default_dtype()
+    def _run_together(self, call: Arguments, count: int, rows: list[int]) -> None:
+        """Run the function for some members. ``count``: the number of their parameters and gradients in ``call``."""
+        key = call.numberless_key, tuple(call.shapes[:count]), torch.get_default_dtype()
         why = self._loops.get(key)
         is_first, state = why is None, read_state(self._fn) if why is None else None
         if is_first:
             why = "" if state is not None else "it reads more values besides its arguments than can be compared"
         # What may fail half-way runs on copies.
-        in_place = not is_first and not why and rows == list(range(call.members))
-        part = call if in_place else call.copied(rows)
-        versions, is_vmapped = list(map(_version, part.written())), False
+        in_place = not is_first and not why and all(rows == list(range(len(stack))) for stack in _stacks(call)[:1])
+        part = call if in_place else _copied(call, rows)
+        versions, is_vmapped = list(map(_version, _stacks(part))), False
         if not why and len(rows) > 1:
             try:
-                run_vmapped(self._fn, self._name, part)
+                _run_vmapped(self._fn, self._name, part)
                 is_vmapped = True
             except (ValueError, FusionError):
                 raise
             except Exception as error:
-                if in_place and versions != list(map(_version, part.written())):
+                if in_place and versions != list(map(_version, _stacks(part))):
                     error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
                     raise
-                why, part = f"torch.func.vmap: {str(error).splitlines()[0]}", call.copied(rows)
-                versions = list(map(_version, part.written()))
+                why, part = f"torch.func.vmap: {str(error).splitlines()[0]}", _copied(call, rows)
+                versions = list(map(_version, _stacks(part)))
         if not is_vmapped:
-            run_looped(self._fn, self._name, part, rows)
+            _run_looped(self._fn, self._name, part, rows)
         if state is not None and read_state(self._fn) != state:
             raise FusionError(
                 f"{self._name} changes, in hf.each, a value that it reads besides its arguments, which would happen "
@@ -185,7 +190,7 @@ class MemberFunction:
             )
         if len(rows) > 1:
             self._loops[key] = why or ""
-        for stack, values, version in zip(call.written(), part.written(), versions, strict=True):
+        for stack, values, version in zip(_stacks(call), _stacks(part), versions, strict=True):
             # What is written by ``tensor.data`` has no new version.
             if stack is not values and (not is_vmapped or _version(values) != version or values.is_inference()):
                 stack[rows] = values
@@ -251,124 +256,94 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> MemberFunction:
     return MemberFunction(fn, buffers)
 
 
-# One function of a member's tensors, run for several members: by `torch.func.vmap`, or member by member.
+# One function of a member's tensors, run for several members: by `torch.func.vmap`, or member by member. The arguments
+# of a call are two dicts, of parameters and of gradients, and what the user passes further. What is stacked in them has
+# a row for each member, and all members share the other tensors.
 
-Address = tuple[str, str]
-"""A tensor that a function gets: ``("params", name)`` or ``("grads", name)``."""
-
-
-@dataclass(frozen=True)
-class MemberCall:
-    """The arguments of a function for some members.
-
-    Attributes:
-        tensors: stacks ``[members, *shape]``, or ``[*shape]`` of a tensor that all members share.
-        shared: the addresses of the tensors that all members share.
-        arguments: further arguments, whose stacked leaves have a row for each member.
-    """
-
-    tensors: Mapping[Address, Tensor]
-    shared: frozenset[Address]
-    arguments: Arguments
-
-    @property
-    def members(self) -> int:
-        return next((len(tensor) for key, tensor in self.tensors.items() if key not in self.shared), 0)
-
-    def copied(self, rows: Sequence[int]) -> MemberCall:
-        """Return the call for copies of the members ``rows``."""
-        index = list(rows)
-        tensors = {key: t if key in self.shared else t[index] for key, t in self.tensors.items()}
-        leaves = [StackedInput(x.tensor[index]) if isinstance(x, StackedInput) else x for x in self.arguments.leaves]
-        return replace(self, tensors=tensors, arguments=replace(self.arguments, leaves=tuple(leaves)))
-
-    def written(self) -> list[Tensor]:
-        """Return all stacks, which a function may write into."""
-        stacks = [tensor for key, tensor in self.tensors.items() if key not in self.shared]
-        return stacks + [leaf.tensor for leaf in self.arguments.leaves if isinstance(leaf, StackedInput)]
+_KINDS = ("params", "grads")
 
 
-def run_vmapped(fn: Callable[..., Any], name: str, call: MemberCall) -> None:
+def _copied(call: Arguments, rows: list[int]) -> Arguments:
+    """Return the call for copies of the members ``rows``."""
+    return replace(call, leaves=tuple(StackedInput(x.tensor[rows]) if is_stacked(x) else x for x in call.leaves))
+
+
+def _stacks(call: Arguments) -> list[Tensor]:
+    """Return all stacks, which a function may write into."""
+    return [leaf.tensor for leaf in call.leaves if is_stacked(leaf)]
+
+
+def _run_vmapped(fn: Callable[..., Any], name: str, call: Arguments) -> None:
     """Run ``fn`` once, under `torch.func.vmap`. Raises vmap's own errors."""
-    keys, leaves = list(call.tensors), call.arguments.values
-    batched = [isinstance(leaf, StackedInput) for leaf in call.arguments.leaves]
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    in_dims = (
-        *(None if key in call.shared else 0 for key in keys),
-        *(0 if batched[index] else None for index in tensors),
-    )
-    changed: list[Address] = []
+    changed: list[tuple[int, str]] = []
 
-    def single(*values: Tensor) -> tuple[Tensor, ...]:
-        filled = list(leaves)
-        for index, value in zip(tensors, values[len(keys) :], strict=True):
-            filled[index] = value
-        args, kwargs = replace(call.arguments, leaves=tuple(filled)).of_member(0)
-        changes = call_member(fn, name, dict(zip(keys, values[: len(keys)], strict=True)), args, kwargs)
+    def single(*leaves: Any) -> tuple[Tensor, ...]:
+        changes = _call_member(fn, name, *replace(call, leaves=leaves).args_and_kwargs())
         changed.extend(changes)
         return tuple(changes.values())
 
+    in_dims = tuple(0 if is_stacked(leaf) else None for leaf in call.leaves)
     with _common_unwritten(name, call), vmap_fallback_refused():
-        values = torch.func.vmap(single, in_dims=in_dims)(*call.tensors.values(), *(leaves[k] for k in tensors))
-    _write(name, call, call.tensors, dict(zip(changed, values, strict=True)))
+        values = torch.func.vmap(single, in_dims=in_dims)(*call.values)
+    _write(name, call, slice(None), dict(zip(changed, values, strict=True)))
 
 
-def run_looped(fn: Callable[..., Any], name: str, call: MemberCall, rows: Sequence[int]) -> None:
+def _run_looped(fn: Callable[..., Any], name: str, call: Arguments, rows: Sequence[int]) -> None:
     """Run ``fn`` member by member; ``rows`` are the members' for errors."""
     for position, row in enumerate(rows):
-        member = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
+        args, kwargs = call.of_member(position)
         # After `tensor.data = value` a tensor does not lie in the row any more.
-        given = {key: tensor.detach() for key, tensor in member.items()}
-        args, kwargs = call.arguments.of_member(position)
+        given = [{key: tensor.detach() for key, tensor in held.items()} for held in args[:2]]
         try:
             with _common_unwritten(name, call):
-                changes = call_member(fn, name, given, args, kwargs)
+                changes = _call_member(fn, name, (*given, *args[2:]), kwargs)
         except Exception as error:
             error.add_note(f"hf.each: {name} ran for member {row}")
             raise
-        for key, tensor in given.items():
-            if tensor.data_ptr() != member[key].data_ptr():
-                _check_value(name, f"{key[0]}[{key[1]!r}]", tensor, member[key])
-                changes[key] = tensor
-        _write(name, call, member, changes)
+        for kind in range(2):
+            for key, tensor in given[kind].items():
+                if tensor.data_ptr() != args[kind][key].data_ptr():
+                    _check_value(name, f"{_KINDS[kind]}[{key!r}]", tensor, args[kind][key])
+                    changes[kind, key] = tensor
+        _write(name, call, position, changes)
 
 
-def call_member(
-    fn: Callable[..., Any], name: str, tensors: Mapping[Address, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[Address, Tensor]:
+def _call_member(
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[tuple[int, str], Tensor]:
     """Call ``fn`` for one member and return the tensors that replace those it was given.
+
+    They are by their place: 0 for parameters and 1 for gradients, and the name.
 
     Raises:
         ValueError: ``fn`` returned, or put into a dict, a value for a name that the member does not have.
     """
-    inputs = {kind: {key: t for (k, key), t in tensors.items() if k == kind} for kind in ("params", "grads")}
-    params, grads = dict(inputs["params"]), dict(inputs["grads"])
-    leaves = pytree.tree_leaves((args, kwargs))
-    answer = fn(params, grads, *args, **kwargs)
+    params, grads = map(dict, args[:2])
+    further = args[2:], kwargs
+    leaves = pytree.tree_leaves(further)
+    answer = fn(params, grads, *args[2:], **kwargs)
     if answer is not None and not isinstance(answer, Mapping):
         raise ValueError(
             f"{name} returned {type(answer).__name__} to hf.each: return None, or a dict of new values by the names of "
             "parameters"
         )
-    changes: dict[Address, Tensor] = {}
-    for kind, current in (("params", {**params, **(answer or {})}), ("grads", grads)):
-        if missing := inputs[kind].keys() - current.keys():
-            raise ValueError(
-                f"{name} removed {kind}[{min(missing)!r}] in hf.each: keep it, and change the tensor or assign another"
-            )
+    changes: dict[tuple[int, str], Tensor] = {}
+    for kind, (given, current) in enumerate(zip(args, ({**params, **(answer or {})}, grads), strict=False)):
+        if missing := given.keys() - current.keys():
+            label = f"{_KINDS[kind]}[{min(missing)!r}]"
+            raise ValueError(f"{name} removed {label} in hf.each: keep it, and change the tensor or assign another")
         for key, value in current.items():
-            if key not in inputs[kind]:
-                hint = (
-                    "this member has no gradient of it" if key in inputs["params"] else f"names: {list(inputs[kind])}"
-                )
-                raise ValueError(f"{name} gave hf.each a value for {kind}[{key!r}], which is not there; {hint}")
-            if value is not inputs[kind][key]:
-                _check_value(name, f"{kind}[{key!r}]", value, inputs[kind][key])
+            label = f"{_KINDS[kind]}[{key!r}]"
+            if key not in given:
+                hint = "this member has no gradient of it" if key in args[0] else f"names: {list(given)}"
+                raise ValueError(f"{name} gave hf.each a value for {label}, which is not there; {hint}")
+            if value is not given[key]:
+                _check_value(name, label, value, given[key])
                 changes[kind, key] = value
-    for key, tensor in inputs["params"].items():
+    for key, tensor in args[0].items():
         if tensor.grad is not None:
             raise ValueError(f"{name} set .grad of params[{key!r}] in hf.each: write into grads[{key!r}]")
-    after = pytree.tree_leaves((args, kwargs))
+    after = pytree.tree_leaves(further)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(leaves, after, strict=True)):
         raise ValueError(f"{name} replaced a tensor in its further arguments in hf.each: write into it, by copy_")
     return changes
@@ -385,10 +360,13 @@ def _check_value(name: str, label: str, value: Any, like: Tensor) -> None:
 
 
 @contextmanager
-def _common_unwritten(name: str, call: MemberCall) -> Iterator[None]:
+def _common_unwritten(name: str, call: Arguments) -> Iterator[None]:
     """Context manager: raise a FusionError if the function has written into what all members see."""
-    common = {f"{kind}[{key!r}]": call.tensors[kind, key] for kind, key in call.shared}
-    common |= {f"argument tensor {k}": x for k, x in enumerate(call.arguments.leaves) if isinstance(x, Tensor)}
+    args, kwargs = call.args_and_kwargs()
+    common = {f"{kind}[{key!r}]": t for kind, held in zip(_KINDS, args, strict=False) for key, t in held.items()}
+    further = pytree.tree_leaves((args[2:], kwargs), is_leaf=is_stacked)
+    common |= {f"argument tensor {k}": leaf for k, leaf in enumerate(further)}
+    common = {label: leaf for label, leaf in common.items() if isinstance(leaf, Tensor)}
     versions = list(map(_version, common.values()))
     yield
     for (label, tensor), version in zip(common.items(), versions, strict=True):
@@ -403,13 +381,14 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _write(name: str, call: MemberCall, tensors: Mapping[Address, Tensor], changes: Mapping[Address, Tensor]) -> None:
-    """Write new values into ``tensors``; all are read before any is written."""
-    for key in changes:
-        if key in call.shared:
+def _write(name: str, call: Arguments, row: int | slice, changes: Mapping[tuple[int, str], Tensor]) -> None:
+    """Write new values into a row, or all rows, of stacks; all are read before any is written."""
+    args, _ = call.args_and_kwargs()
+    for kind, key in changes:
+        if not is_stacked(args[kind][key]):
             raise FusionError(
-                f"{name} gives a value for {key[0]}[{key[1]!r}] in hf.each, which is one tensor of all members: give "
-                "each member its own, by copy.deepcopy"
+                f"{name} gives a value for {_KINDS[kind]}[{key!r}] in hf.each, which is one tensor of all members: "
+                "give each member its own, by copy.deepcopy"
             )
-    for key, value in {key: value.clone() for key, value in changes.items()}.items():
-        tensors[key].copy_(value)
+    for (kind, key), value in {place: value.clone() for place, value in changes.items()}.items():
+        args[kind][key].tensor[row].copy_(value)
