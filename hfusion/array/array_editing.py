@@ -251,8 +251,6 @@ def changed_tensors(fused: FusedModule) -> dict[str, Tensor]:
 def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)
-        fused._checks.pop(id(compiled), None)
-        fused._samples.pop(id(compiled), None)
 
 
 # Rearrange the stacks of an array whose members leave, join or are overwritten.
@@ -368,15 +366,15 @@ class Kin:
             for contents, state in reversed(fused._states.items())
             if state.compiler is not self.compiler and (program := state.compiler.fitting(modes, arguments)) is not None
         ]
-        for donor, contents, program in chain(((fused, *pair) for pair in earlier), self._of_related(modes, arguments)):
+        for contents, program in chain(earlier, self._of_related(modes, arguments)):
             if required <= set(contents):
                 derived = of_rows(program, list(map(contents.index, self.contents)), self.compiler.subject)
-                trust(donor, program, fused, derived)
+                trust(program, derived)
                 return derived
         filled = (self._filled(contents, program, modes, arguments) for contents, program in earlier)
         return next((program for program in filled if program is not None), None)
 
-    def _of_related(self, modes: Any, arguments: Arguments) -> Iterator[tuple[FusedModule, Sequence[Any], Compiled]]:
+    def _of_related(self, modes: Any, arguments: Arguments) -> Iterator[tuple[Sequence[Any], Compiled]]:
         """Yield the programs of related arrays in the same modes, whose forward reads the same."""
         for array in self.related():
             # The first entry numbers what an array's forward has read, in the order in which that array has met it.
@@ -384,7 +382,7 @@ class Kin:
             if own[1:] == modes[1:] and array._situations.state == self.fused._situations.state:
                 program = array._compiler.fitting(own, arguments)
                 if program is not None:
-                    yield array, array._array.contents, program
+                    yield array._array.contents, program
 
     def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
         """Return ``program`` with the numbers of members that differ from earlier ones; None if that is impossible."""
@@ -416,7 +414,7 @@ class Kin:
             return None
         # Where members differed before, these values are checked.
         if all(differ_in(program.graph, member_changes) for member_changes in changes.values()):
-            trust(self.fused, program, self.fused, derived)
+            trust(program, derived)
             return derived
         try:
             self.fused.check(derived, arguments)
@@ -437,14 +435,14 @@ class Kin:
         return traces[key]
 
 
-def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Compiled) -> None:
+def trust(checked: Compiled, derived: Compiled) -> None:
     """Let ``derived`` inherit the self-check of ``checked``, its source, if both run every operator alike."""
     # A check with a single member cannot show that members are kept apart.
     enough = checked.program.members >= min(derived.program.members, 2)
     nodes = [compiled.program.module.graph.nodes for compiled in (checked, derived)]
     lowered = [[(node.target, node.meta.get("lowering")) for node in of_program] for of_program in nodes]
-    if enough and id(checked) in donor._checks and lowered[0] == lowered[1]:
-        array._checks[id(derived)] = donor._checks[id(checked)]
+    if enough and checked.found.check and lowered[0] == lowered[1]:
+        derived.found.check = checked.found.check
 
 
 # Description of an array: the structure of its members, and how their tensors are stacked.
@@ -547,20 +545,8 @@ MAX_PROGRAMS = 64
 Make = Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled]
 
 
-@dataclass(eq=False)
-class _Shared:
-    """A program, and the result of its self-check, empty before it.
-
-    Attributes:
-        skeletons: those of the array it was compiled for, kept alive so that no id in the key is reused.
-    """
-
-    compiled: Compiled
-    skeletons: tuple[nn.Module, ...]
-    check: str = ""
-
-
-_programs: OrderedDict[Any, _Shared] = OrderedDict()
+# Each with the skeletons of the array it was compiled for, kept alive so that no id in the key is reused.
+_programs: OrderedDict[Any, tuple[Compiled, tuple[nn.Module, ...]]] = OrderedDict()
 
 
 def share_programs(fused: FusedModule) -> None:
@@ -570,27 +556,17 @@ def share_programs(fused: FusedModule) -> None:
         compiler.make_program = partial(_made_once, fused, compiler.make_program)
 
 
-def check_program_once(fused: FusedModule, compiled: Compiled, arguments: Arguments) -> None:
-    """Run the self-check of a program, unless an array that shares it has run it already. Raises FusionError."""
-    shared = next((entry for entry in [*_programs.values()] if entry.compiled is compiled), None)
-    if shared is not None and shared.check:
-        fused._checks.setdefault(id(compiled), shared.check)
-    fused.check(compiled, arguments)
-    if shared is not None:
-        shared.check = fused._checks.get(id(compiled), "")
-
-
 def _made_once(
     fused: FusedModule, make: Make, subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes
 ) -> Compiled:
     key = _key(fused, subject, arguments, sizes)
     if key in _programs:
         _programs.move_to_end(key)
-        return _programs[key].compiled
+        return _programs[key][0]
     compiled = make(subject, arguments, training, sizes)
     # Programs that run members' own code depend on these very members.
     if key is not None and not compiled.opaque and not subject.looped:
-        _programs[key] = _Shared(compiled, fused._array.skeletons)
+        _programs[key] = compiled, fused._array.skeletons
         if len(_programs) > MAX_PROGRAMS:
             _programs.popitem(last=False)
     return compiled

@@ -212,7 +212,7 @@ class Views:
         array, shared, stacks = fused._array, fused._array.comparison.shared, fused.stacks
         array.check_stacks(stacks)
         rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
-        trained = {} if like is None else _trained(like)
+        trained = {} if like is None else {n: p.requires_grad for n, p in like.named_parameters(remove_duplicate=False)}
         for name, tensor in rows.items():
             if name not in shared and isinstance(tensor, nn.Parameter):
                 frozen = frozen_rows(stacks[name])
@@ -461,10 +461,6 @@ def _modes(model: nn.Module) -> dict[str, bool]:
     return {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
 
 
-def _trained(model: nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
 def _differing_names(content: Any, other: Any) -> frozenset[str] | None:
     """Return the names of the attributes by which two `modeless_fingerprint` differ; None if more does."""
     if content[1:] != other[1:]:
@@ -561,13 +557,9 @@ def _check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
 
 def own_modes(model: nn.Module) -> bool:
     """Return whether a module of ``model`` overrides train or eval."""
-    return any(_overrides_mode(module) for module in model.modules())
-
-
-def _overrides_mode(module: nn.Module) -> bool:
-    kind = type(module)
-    overridden = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
-    return overridden or "train" in vars(module) or "eval" in vars(module)
+    classes = {type(module) for module in model.modules()}
+    overridden = any(kind.train is not nn.Module.train or kind.eval is not nn.Module.eval for kind in classes)
+    return overridden or any(not vars(module).keys().isdisjoint(("train", "eval")) for module in model.modules())
 
 
 def switch_mode(fused: FusedModule, path: str, set_mode: Callable[[nn.Module], object]) -> None:

@@ -73,10 +73,7 @@ class FusedModule(Rows, Tree):
         self._compiler = self._new_compiler()
         self._views = Views()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
-        self._checks: dict[int, str] = {}
-        # By the id of a program, the dims of samples of its outputs, or why it takes no padded batches; by the kind of
-        # a call, why it has no such program; and whether batches were padded.
-        self._samples: dict[int, tuple[int | None, ...] | str] = {}
+        # By the kind of a call, why it has no program for padded batches; and whether batches were padded.
         self._refusals: dict[Any, str] = {}
         self._has_padded = False
         self._loops: dict[str, None] = {}
@@ -152,7 +149,7 @@ class FusedModule(Rows, Tree):
         if id(compiled) not in self._bound:
             self._bound[id(compiled)] = bind(compiled, self)
         try:
-            if id(compiled) not in self._checks:
+            if not compiled.found.check:
                 self._check_once(compiled, arguments)
             if in_transform() and (why := unserved(compiled)):
                 return self._transformed(compiled, arguments, why)
@@ -279,7 +276,6 @@ class FusedModule(Rows, Tree):
             compiler.subject = replace(compiler.subject, device=target)
             compiler.clear()
             self._bound.clear()
-            self._checks.clear()
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """Return the program for such a call in the current modes, or None if there is none yet."""
@@ -330,23 +326,21 @@ class FusedModule(Rows, Tree):
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """Run the self-check of a program once, unless it was turned off. Raises FusionError."""
-        if self._array.verify and id(compiled) not in self._checks:
-            with tracing:
-                if id(compiled) not in self._checks:
-                    self._checks[id(compiled)] = self._verify(compiled, arguments)
-
-    def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
+        if not self._array.verify or compiled.found.check:
+            return
         comparison = self._array.comparison
-        with outside_transforms():
+        with tracing, outside_transforms():
             plain, stacks = arguments.mapped(unwrapped), plain_stacks(self, self._real)
-            return verify(CheckedArray(compiled, stacks, comparison.shared, self._around, plain, comparison.variants))
+            checked = CheckedArray(compiled, stacks, comparison.shared, self._around, plain, comparison.variants)
+            # Another thread may have checked it meanwhile.
+            compiled.found.check = compiled.found.check or verify(checked)
 
     def report(self) -> FusionReport:
         """Report how each operator runs, and why, with one part per program that has been created."""
         forward = [
             compiled for compiler in self._compilers() for family in compiler.families.values() for compiled in family
         ]
-        parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
+        parts = [describe(c.program, c.found.check or "self-check not run") for c in forward]
         padded = "batches of different sizes run in one call, filled up to the largest"
         sizes = (f"{padded}, where that at most doubles the samples",) if self._has_padded else ()
         loops, methods = [*self._loops], [array.report() for _, array in self._methods.values()]
@@ -425,14 +419,7 @@ class FusedModule(Rows, Tree):
 
     def _forget(self) -> None:
         """Drop all programs, as tensors of another dtype or device need new ones."""
-        caches: list[Any] = [
-            *self._compilers(),
-            self._bound,
-            self._checks,
-            self._samples,
-            self._refusals,
-            self._methods,
-        ]
+        caches: list[Any] = [*self._compilers(), self._bound, self._refusals, self._methods]
         for programs in caches:
             programs.clear()
 

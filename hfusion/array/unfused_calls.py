@@ -323,14 +323,14 @@ def _padding(
         except FusionError as error:
             fused._refusals[kind] = str(error)
         else:
-            if id(compiled) not in fused._samples:
-                fused._samples[id(compiled)] = _sample_dims(compiled, arguments)
+            if compiled.found.samples is None:
+                compiled.found.samples = _sample_dims(compiled, arguments)
             pairs = list(zip(arguments.leaves, filled.shapes, strict=True))
             rows = {size: row for row, size in enumerate(sizes)}.values()
             shapes = [[leaf[row].shape if isinstance(leaf, Ragged) else shape for leaf, shape in pairs] for row in rows]
             if not all(map(compiled.guards, shapes)):
                 return "forward depends on the number of samples"
-            return fused._samples[id(compiled)]
+            return compiled.found.samples
     return fused._refusals[kind]
 
 

@@ -67,6 +67,19 @@ class ArraySpec:
     looped: Mapping[Island, str] = field(default_factory=dict)
 
 
+@dataclass
+class Findings:
+    """What has been found out about a program since it was compiled.
+
+    Attributes:
+        check: the result of the self-check; empty before it.
+        samples: the dims of samples of its outputs, or why it takes no padded batches; None if it was not asked.
+    """
+
+    check: str = ""
+    samples: tuple[int | None, ...] | str | None = None
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A program with the graph it was compiled from.
@@ -88,6 +101,7 @@ class Compiled:
     calls: tuple[Any, ...] = ()
     size_uses: tuple[Any, ...] = ()
     """``calls`` and ``size_uses`` of `Capture`, for members that join with other numbers."""
+    found: Findings = field(default_factory=Findings, init=False, compare=False)
 
     @cached_property
     def written(self) -> frozenset[str]:

@@ -145,4 +145,4 @@ def _trust_whole(fused: nn.Module, block: GatheredRows, block_inputs: Arguments,
         return
     checked, program = block.array.find(block_inputs), block.whole.find(inputs)
     if checked is not None and program is not None:
-        trust(block.array, checked, block.whole, program)
+        trust(checked, program)

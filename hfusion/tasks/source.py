@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from hfusion.array.array_editing import check_program_once
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.capture.registered_tensors import device_of
@@ -155,7 +154,7 @@ def training_programs(name: str, array: FusedModule, shards: Sequence[Shard]) ->
     def make(minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         arguments = minibatch.arguments_for(array)
         compiled = array.steady(arguments)
-        check_program_once(array, compiled, arguments)
+        array.check(compiled, arguments)
         targets = [node.target for node in operators(compiled.program)]
         # Shards are ranges of operators.
         if first and first != targets:
