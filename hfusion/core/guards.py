@@ -23,46 +23,24 @@ class Guards:
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
         """Return whether the trace is valid for inputs of ``shapes``; the shape of a value that is no tensor is empty.
 
-        The sizes may be symbols of another trace, which then records the comparison as a guard.
+        The sizes may be symbols of another trace, which then records the comparison as a guard. Strides are not
+        compared: programs are valid for any.
         """
-        pairs = [
-            (a if (number := fixed(a)) is None else number, b)
-            for example, shape in zip(self.examples, shapes, strict=True)
-            if isinstance(example, Tensor)
-            for a, b in zip(example.shape, shape, strict=True)
-        ]
-        # A symbol stands for sizes above 1: ShapeEnv specializes 0 and 1.
-        if not all(a == b if isinstance(a, int) else b > 1 for a, b in pairs):
-            return False
-        symbols: list[tuple[Any, Any]] = [(a, b) for a, b in pairs if isinstance(a, torch.SymInt)]
-        if not symbols:
-            return True
-        # Strides are not compared: programs are valid for any.
-        env = symbols[0][0].node.shape_env
-        code = self._written([a for a, _ in symbols])
-        return code is None or bool(env.evaluate_guards_expression(code, [b for _, b in symbols]))
+        return self.assumptions().hold(shapes)
 
     __call__ = hold
 
-    def _written(self, symbols: list[Any]) -> str | None:
+    def assumptions(self) -> Assumptions:
+        """Return the present guards as plain data."""
+        shapes = [example.shape if isinstance(example, Tensor) else None for example in self.examples]
+        sizes = tuple(None if shape is None else tuple(map(fixed, shape)) for shape in shapes)
+        symbols: list[Any] = [size for shape in shapes for size in shape or () if fixed(size) is None]
+        if not symbols:
+            return Assumptions(sizes)
         env = symbols[0].node.shape_env
         if self._code[0] != len(env.guards):
             self._code = len(env.guards), env.produce_guards_expression(symbols, ignore_static=False)
-        return self._code[1]
-
-    def assumptions(self) -> Assumptions:
-        """Return the guards as plain data. Raises ValueError if they need more than numbers and operators."""
-        sizes = tuple(
-            tuple(map(fixed, example.shape)) if isinstance(example, Tensor) else None for example in self.examples
-        )
-        open_sizes = [
-            size
-            for example in self.examples
-            if isinstance(example, Tensor)
-            for size in example.shape
-            if fixed(size) is None
-        ]
-        return Assumptions(sizes, self._written(open_sizes) if open_sizes else None)
+        return Assumptions(sizes, self._code[1])
 
 
 @dataclass(frozen=True)
@@ -81,7 +59,10 @@ class Assumptions:
         return Assumptions(tuple(None if input_sizes is None else tuple(input_sizes) for input_sizes in sizes), code)
 
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        """Return whether the assumptions hold for inputs of ``shapes``, as `Guards.hold`."""
+        """Return whether the assumptions hold for inputs of ``shapes``, as `Guards.hold`.
+
+        A dynamic size is above 1: torch specializes 0 and 1.
+        """
         pairs = [
             (expected, size)
             for sizes, shape in zip(self.sizes, shapes, strict=True)
@@ -93,7 +74,7 @@ class Assumptions:
         if self.code is None:
             return True
         dynamic_sizes = {f"t{k}": size for k, size in enumerate(size for expected, size in pairs if expected is None)}
-        return bool(eval(_compiled(self.code), {"__builtins__": {}, **_RECKONING}, {"L": dynamic_sizes}))
+        return bool(eval(_compiled(self.code), {"math": math, "torch": torch}, {"L": dynamic_sizes}))
 
     __call__ = hold
 
@@ -112,7 +93,6 @@ class AllHold:
         return all(part(shapes) for part in self.parts)
 
 
-_RECKONING = {"math": math, "torch": torch, "max": max, "min": min}
 # torch's own text of conditions, from files beside libraries that are loaded as well: there is nothing to keep out.
 _compiled = cache(lambda code: compile(code, "<sizes>", "eval"))
 
