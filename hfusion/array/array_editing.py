@@ -270,7 +270,10 @@ def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> 
         moved = moved_rows(stack.detach(), sources, {index: named[name] for index, named in joining.items()})
         resize(stack, moved, moved.shape == old_shape)
         if grad is not None:
-            stack.grad = _moved_grad(grad, sources, joining)
+            absent = absent_rows(grad)
+            stays = [isinstance(s, int) and (absent is None or not absent[s]) for s in sources]
+            stack.grad = moved_rows(grad, sources, dict.fromkeys(joining))
+            mark_absent(stack.grad, ~torch.tensor(stays, device="cpu"))
 
 
 def resize(tensor: Tensor, moved: Tensor, in_place: bool) -> None:
@@ -284,17 +287,6 @@ def resize(tensor: Tensor, moved: Tensor, in_place: bool) -> None:
         tensor.data = moved
     # Values that autograd saved of the tensor have changed.
     increment_version(tensor)
-
-
-def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any]) -> Tensor:
-    absent = absent_rows(grad)
-    new_absent = torch.tensor(
-        [False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources], device="cpu"
-    )
-    new_absent[list(joining)] = True
-    moved = moved_rows(grad, sources, dict.fromkeys(joining))
-    mark_absent(moved, new_absent)
-    return moved
 
 
 # Models that join an array: what they must have in common with its members.

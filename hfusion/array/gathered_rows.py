@@ -44,7 +44,11 @@ def part_of(fused: FusedModule, rows: Sequence[int], live: bool) -> FusedModule:
     for name, whole in fused.stacks.items():
         if name in array.shapes:
             if id(whole) not in stacks_by_id:
-                stacks_by_id[id(whole)] = _stack_of(whole, None if name in array.comparison.shared else rows, live)
+                values = whole.detach()
+                if name not in array.comparison.shared:
+                    values = _view(whole, rows) if live else values[list(rows)]
+                is_parameter = isinstance(whole, nn.Parameter)
+                stacks_by_id[id(whole)] = nn.Parameter(values, whole.requires_grad) if is_parameter else values
             stacks[name] = stacks_by_id[id(whole)]
     fused_part = FusedModule(_array_of(fused, rows, WeakIdKeyDictionary()), stacks)
     fused_part._is_part = True
@@ -235,14 +239,6 @@ class GatheredRows:
         compiler: Compiler = self.array._compiler
         compiler.opens = self.whole._compiler.opens
         compiler.kin = Kin(self.array, compiler, self.array._array.contents, lambda: [self.whole])
-
-
-def _stack_of(stack: Tensor, rows: Sequence[int] | None, live: bool) -> Tensor:
-    """Return a copy of rows of a stack, or a view if ``live``; for None a shared tensor in its memory."""
-    values = stack.detach()
-    if rows is not None:
-        values = _view(stack, rows) if live else values[list(rows)]
-    return nn.Parameter(values, stack.requires_grad) if isinstance(stack, nn.Parameter) else values
 
 
 def _array_of(fused: FusedModule, rows: Sequence[int], origins: WeakIdKeyDictionary) -> Array:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from hfusion.array.array_editing import Array, ArrayState, Rows, mark_tensors
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
-from hfusion.array.module_tree import STATE, Tree, array_of_method, fixed_of, grow, method_names, modules_by_path
+from hfusion.array.module_tree import STATE, Tree, array_of_method, grow, method_names, modules_by_path
 from hfusion.array.per_model import hinting, note_call
 from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, unserved
 from hfusion.array.variable_states import Situations
@@ -58,7 +58,7 @@ class FusedModule(Rows, Tree):
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
-        super().__init__(type(array.skeletons[0]).__name__, fixed_of(array.skeletons))
+        super().__init__(type(array.skeletons[0]).__name__)
         self._array = array
         grow(self, array.skeletons, stacks)
         self._prepare()
@@ -353,8 +353,6 @@ class FusedModule(Rows, Tree):
 
     def _enter(self, state: ArrayState) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
-        for path, modules in modules_by_path(state.array.skeletons).items():
-            object.__setattr__(self.get_submodule(path), "_fixed", fixed_of(modules))
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Context manager for eval mode; restores modes. Raises FusionError if the members' eval changes tensors."""
@@ -434,7 +432,7 @@ class FusedModule(Rows, Tree):
 
     def __getstate__(self) -> dict[str, Any]:
         self._views.update(self)
-        excluded = STATE - {"_original", "_fixed", "_tied", "_array"}
+        excluded = STATE - {"_original", "_array"}
         state = {name: value for name, value in super().__getstate__().items() if name not in excluded}
         return {**state, "_differing_members": differing_members(self._views, self)}
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 STATE = frozenset(
     {
         "_original",
-        "_fixed",
-        "_tied",
         "_array",
         "_branches",
         "_compiler",
@@ -55,22 +53,19 @@ _STANDARD = frozenset(nn.Module().__dict__)
 class Tree(nn.Module):
     """One of the members' modules in a fused module: its stacked tensors and submodules, under the same names.
 
-    ``original`` is its class; ``fixed`` are the attributes that forward reads, which were captured.
+    ``original`` is its class.
     """
 
-    def __init__(self, original: str, fixed: frozenset[str] = frozenset()) -> None:
+    def __init__(self, original: str) -> None:
         super().__init__()
         self._original = original
-        self._fixed = fixed
-        # The tied tensors of this module by name, with the other paths at which they occur.
-        self._tied: dict[str, list[str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in STATE:
             # Bypass nn.Module, which would refuse the name if a member has a submodule or tensor of this name.
             object.__setattr__(self, name, value)
             return
-        if name in self.__dict__.get("_fixed", ()) or (name in self._modules and value is not self._modules[name]):
+        if self._is_captured(name) or (name in self._modules and value is not self._modules[name]):
             raise FusionError(
                 f"setting {name} on a fused {self._original} would have no effect on what it computes; "
                 "set it on the models of unfuse(), and fuse them again"
@@ -80,6 +75,23 @@ class Tree(nn.Module):
         if name in self._buffers:
             self._check_replacement(name, value)
         super().__setattr__(name, value)
+
+    def _is_captured(self, name: str) -> bool:
+        """Return whether ``name`` is an attribute that the members' forward may read, whose value was captured."""
+        array, path, _ = (None, "", False) if name in _STANDARD else self._root()
+        if array is None:
+            return False
+        return any(name in fixed_attributes(module) for module in modules_by_path(array._array.skeletons)[path])
+
+    def _ties(self, name: str) -> list[str]:
+        """Return the other keys in the array under which the tensor called ``name`` occurs."""
+        array, tensor = self._root()[0], self._parameters.get(name, self._buffers.get(name))
+        return [
+            f"{path}.{key}".strip(".")
+            for path, tree in (() if array is None or tensor is None else array.named_modules())
+            for key, held in (*tree._parameters.items(), *tree._buffers.items())
+            if held is tensor and (tree is not self or key != name)
+        ]
 
     def _check_replacement(self, name: str, tensor: Any) -> None:
         """Raise a FusionError if ``tensor`` cannot replace the tensor called ``name``."""
@@ -91,11 +103,11 @@ class Tree(nn.Module):
                 f"captured, and cannot become {_describe_shape(shapes[1])}; do so on the models of unfuse(), and fuse "
                 "them again"
             )
-        if name in self._tied and tensor is not before:
+        if tensor is not before and (ties := self._ties(name)):
             raise FusionError(
-                f"{name} of a fused {self._original} is one tensor with {', '.join(self._tied[name])}, as what it "
-                "computes was captured, and cannot become another; write into it, or untie the models of unfuse() and "
-                "fuse them again"
+                f"{name} of a fused {self._original} is one tensor with {', '.join(ties)}, as what it computes was "
+                "captured, and cannot become another; write into it, or untie the models of unfuse() and fuse them "
+                "again"
             )
 
     def __delattr__(self, name: str) -> None:
@@ -107,12 +119,12 @@ class Tree(nn.Module):
         super().__delattr__(name)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        if metadata.get("assign_to_params_buffers") and self._tied:
-            name, others = next(iter(self._tied.items()))
-            raise FusionError(
-                f"load_state_dict(assign=True) would make {prefix}{name} and {', '.join(others)} of a fused module, "
-                "which are one tensor, two; leave out assign=True"
-            )
+        for name in (*self._parameters, *self._buffers) if metadata.get("assign_to_params_buffers") else ():
+            if ties := self._ties(name):
+                raise FusionError(
+                    f"load_state_dict(assign=True) would make {prefix}{name} and {', '.join(ties)} of a fused module, "
+                    "which are one tensor, two; leave out assign=True"
+                )
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -294,7 +306,6 @@ def grow(branch: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tens
             target = grown.setdefault(tuple(map(id, modules)), Branch(type(modules[0]).__name__))
             target.training = modules[0].training
             branch.get_submodule(parent)._modules[leaf] = target
-            target._fixed = fixed_of(modules)
         prefix = f"{path}." if path else ""
         target._non_persistent_buffers_set = {name for module in modules for name in module._non_persistent_buffers_set}
         for module in modules:
@@ -302,26 +313,6 @@ def grow(branch: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tens
                 for name in source:
                     if table.get(name) is None:
                         table[name] = stacks.get(prefix + name)  # type: ignore[assignment]
-    _note_ties(branch)
-
-
-def fixed_of(modules: Sequence[nn.Module]) -> frozenset[str]:
-    """Return the `fixed_attributes` of all members' modules at one path."""
-    return frozenset().union(*map(fixed_attributes, modules))
-
-
-def _note_ties(root: Tree) -> None:
-    occurrences: dict[int, list[tuple[Tree, str, str]]] = {}
-    for path, tree in root.named_modules():
-        for table in (tree._parameters, tree._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and isinstance(tree, Tree):
-                    title = f"{path}.{name}" if path else name
-                    occurrences.setdefault(id(tensor), []).append((tree, name, title))
-    for aliases in occurrences.values():
-        for tree, name, title in aliases:
-            if len(aliases) > 1:
-                tree._tied[name] = [other for _, _, other in aliases if other != title]
 
 
 def method_names(model: nn.Module) -> frozenset[str]:
@@ -338,7 +329,7 @@ def method_names(model: nn.Module) -> frozenset[str]:
 
 # Methods of the members other than forward, called on an array like forward: captured, batched and checked.
 
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_tied", "_fixed")
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def array_of_method(fused: FusedModule, name: str) -> FusedModule:

@@ -159,13 +159,9 @@ def _compile_once(
 _of_arrays: WeakKeyDictionary[FusedModule, FunctionPrograms] = WeakKeyDictionary()
 
 
-class _LastCall(threading.local):
-    """The array that this thread called last, whose outputs the next functions are assumed to get."""
-
-    array: weakref.ref[FusedModule] | None = None
-
-
-_last_call = _LastCall()
+# By ``array``, a weak reference to the array that a thread called last, whose outputs its next functions are assumed to
+# get.
+_last_call = threading.local()
 
 
 def programs_of(array: FusedModule) -> FunctionPrograms:
@@ -240,7 +236,7 @@ class PerModel(PerMemberFunction):
 
     def _program(self, state: Any, arguments: Arguments) -> tuple[_Calls, Callable[[Arguments], Any]]:
         """Return the record of calls so far, and the callable that runs this call."""
-        array = None if self._programs is not None or _last_call.array is None else _last_call.array()
+        array = getattr(_last_call, "array", lambda: None)()
         programs = self._programs or (self._own_programs if array is None else programs_of(array))
         self._last_programs, key = programs, (state, arguments.key)
         calls = self._calls.get(programs)

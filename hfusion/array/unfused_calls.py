@@ -238,19 +238,19 @@ def _joined(results: Sequence[Any], any_sizes: bool) -> tuple[list[Any], TreeSpe
             f"model 0 gives {kinds[0]}, and model {other} {kinds[other]}, which an array cannot join. "
             "Return the same structure, shapes and dtypes from all"
         )
-    return [_joined_leaves(parts) for parts in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
+    joined: list[Any] = []
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(parts[0], Tensor):
+            joined.append(member_values(parts))
+        else:
+            joined.append(join(parts) if len({part.shape for part in parts}) == 1 else Ragged(parts))
+    return joined, flat[0][1]
 
 
 def _kind(leaf: Any, any_sizes: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return None
     return leaf.dim() if any_sizes else leaf.shape, leaf.dtype, leaf.device, leaf.layout
-
-
-def _joined_leaves(parts: Sequence[Any]) -> Any:
-    if not isinstance(parts[0], Tensor):
-        return member_values(parts)
-    return join(parts) if len({part.shape for part in parts}) == 1 else Ragged(parts)
 
 
 # Batches of different sizes: in one call, padded to the largest size, or member by member.

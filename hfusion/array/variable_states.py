@@ -110,15 +110,12 @@ def _around(questions: Questions, tree: Sequence[nn.Module], arguments: Argument
         global_hooks(),
         active_autocast() if questions.autocast else None,
         read_settings(questions.settings) if questions.settings else None,
-        _trained(tree) if questions.gradients else None,
+        tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
+        if questions.gradients
+        else None,
         None if questions.names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
         arguments.strides if questions.strides and arguments is not None else None,
     )
-
-
-def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
-    """Return requires_grad of each parameter."""
-    return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
 
 
 def _check_attributes(questions: Questions, arguments: Arguments) -> None:

@@ -81,21 +81,19 @@ class EventLog:
         cells = [f"{key}={_cell(str(value))}" for key, value in values.items() if value is not None]
         line = " ".join([time, event, *cells]) + "\n"
         with self._lock:
+            path = self._folder / name
             try:
-                self._write(self._folder / name, line)
+                if path not in self._continued:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    # The last line of a run that was killed may be torn.
+                    line = "\n" * bool(_tail(path, 1).strip(b"\n")) + line
+                    self._continued.add(path)
+                # One write, so that a reader sees no part of a line unless the disk is full.
+                with path.open("ab", buffering=0) as file:
+                    file.write(line.encode())
             except OSError as error:
-                path, self._folder = self._folder / name, None
+                self._folder = None
                 warnings.warn(f"{path} could not be written, and the run goes on without logs: {error}", stacklevel=2)
-
-    def _write(self, path: Path, line: str) -> None:
-        torn = False
-        if path not in self._continued:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torn = bool(_tail(path, 1).strip(b"\n"))
-            self._continued.add(path)
-        # One write, so that a reader sees no part of a line unless the disk is full.
-        with path.open("ab", buffering=0) as file:
-            file.write(("\n" * torn + line).encode())
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,6 @@ def _backends(*settings: str) -> Callable[[], Any]:
     return lambda: tuple(map(read, settings))
 
 
-def _environment() -> tuple[tuple[str, str], ...]:
-    return tuple(os.environ.items())
-
-
-def _autocast_dtypes() -> tuple[torch.dtype, ...]:
-    return tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "mps"))
-
-
 _FUNCTIONS = (
     "are_deterministic_algorithms_enabled",
     "get_default_device",
@@ -57,15 +49,17 @@ _KERNELS = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled"
 SETTINGS: Mapping[str, Callable[[], Any]] = {
     **{name: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
     **{name: getattr(torch.backends.cuda, name) for name in _KERNELS if hasattr(torch.backends.cuda, name)},
-    **dict.fromkeys(("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"), _autocast_dtypes),
+    **dict.fromkeys(
+        ("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+        lambda: tuple(map(torch.get_autocast_dtype, ("cpu", "cuda", "xpu", "mps"))),
+    ),
     **{name: _worker(name) for name in ("is_initialized", "get_rank", "get_world_size")},
     "benchmark": _backends("cudnn.benchmark"),
     "deterministic": _backends("cudnn.deterministic", "mkldnn.deterministic"),
     "allow_tf32": _backends("cuda.matmul.allow_tf32", "cudnn.allow_tf32"),
     "enabled": _backends("cudnn.enabled", "mkldnn.enabled", "opt_einsum.enabled"),
     "get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
-    "environ": _environment,
-    "getenv": _environment,
+    **dict.fromkeys(("environ", "getenv"), lambda: tuple(os.environ.items())),
 }
 """Functions that read settings, by the name that code uses for them."""
 
