@@ -72,7 +72,24 @@ def write(
         clean(folder)
         aside = ClaimedFolder(folder, _ASIDE)
         try:
-            _fill(aside.path, body, tensors, step, score)
+            packed, complex_keys = pack(tensors)
+            manifest = {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": step,
+                "score": score,
+                "tensors": blake2b(packed).hexdigest(),
+                "complex": complex_keys,
+                "body": body,
+            }
+            text = json.dumps(manifest, allow_nan=False, sort_keys=True, indent=1).encode()
+            checksum = blake2b(text).hexdigest().encode()
+            for name, content in ((TENSORS, packed), (MANIFEST, text), (CHECKSUM, checksum)):
+                with open(aside.path / name, "xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _sync(aside.path)
             path = _named(aside.path, folder)
             _sync(folder)
         finally:
@@ -95,26 +112,6 @@ def checked(keep: Any, score: Any) -> tuple[int, float | None]:
             f"score={number}: no save is better or worse than this; give a finite number, or None (a free row has NaN)"
         )
     return operator.index(keep), number
-
-
-def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, score: float | None) -> None:
-    packed, complex_keys = pack(tensors)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "score": score,
-        "tensors": blake2b(packed).hexdigest(),
-        "complex": complex_keys,
-        "body": body,
-    }
-    text = json.dumps(manifest, allow_nan=False, sort_keys=True, indent=1).encode()
-    for name, content in ((TENSORS, packed), (MANIFEST, text), (CHECKSUM, blake2b(text).hexdigest().encode())):
-        with open(aside / name, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    _sync(aside)
 
 
 def pack(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:

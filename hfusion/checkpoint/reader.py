@@ -25,6 +25,7 @@ from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import membership
+from hfusion.core.memory import same_bits
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
@@ -67,16 +68,11 @@ class SaveReader:
         missing = [name for name in requested if name not in paths]
         if missing:
             raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(paths)}")
-        indices = {name: index for index, name in enumerate(paths)}
-        all_members = SaveReader([(save, list(range(len(save.body["members"])))) for save in saved])
-        return all_members.at([indices[name] for name in requested])
-
-    def at(self, indices: Sequence[int]) -> SaveReader:
-        """Return a reader of the members at some indices."""
-        flat = [(saved, member) for saved, members in self.parts for member in members]
-        runs = groupby((flat[index] for index in indices), key=lambda pair: id(pair[0]))
+        places = {name: (save, index) for save in saved for index, name in enumerate(save.body["members"])}
+        # Neighbours that are in one save are read together.
+        runs = groupby((places[name] for name in requested), key=lambda place: id(place[0]))
         grouped = [list(run) for _, run in runs]
-        return SaveReader([(run[0][0], [member for _, member in run]) for run in grouped])
+        return SaveReader([(run[0][0], [index for _, index in run]) for run in grouped])
 
     @property
     def path(self) -> Path:
@@ -102,7 +98,7 @@ class SaveReader:
         """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
         first = self.parts[0][0].tensors[key]
         for saved, _ in self.parts:
-            if not _identical(saved.tensors[key], first):
+            if not same_bits(saved.tensors[key], first):
                 raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
         return first
 
@@ -119,8 +115,19 @@ class SaveReader:
             raise CheckpointError(f"{self.path} holds {self.tags}: say which one the model shall be, tags=[...]")
         values = {name: self._values(f"module/{name}", name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            _check(self.path, name, values[name], tensor)
-        return lambda: _copy([(tensor, values[name]) for name, tensor in tensors.items()])
+            kinds = [f"{list(t.shape)} {t.dtype}" for t in (values[name], tensor)]
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(
+                    f"{name} is {kinds[0]} in {self.path}, and {kinds[1]} here: load as many members as there are "
+                    "rows, of the model that was saved"
+                )
+
+        @torch.no_grad()
+        def write() -> None:
+            for name, tensor in tensors.items():
+                tensor.detach().copy_(values[name])
+
+        return write
 
     def _values(self, key: str, name: str, like: Tensor) -> Tensor:
         """Read a tensor or its optimizer state, stacked or shared as ``like`` is.
@@ -142,7 +149,7 @@ class SaveReader:
         rows = torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
         if stacked:
             return rows
-        if not all(_identical(row, rows[0]) for row in rows):
+        if not all(same_bits(row, rows[0]) for row in rows):
             raise CheckpointError(
                 f"{name} is one tensor for all members here, and differs between those in {self.path}: make models "
                 "with their own"
@@ -351,25 +358,3 @@ def _rows(saved: Saved, key: str, indices: Sequence[int]) -> Tensor:
         return saved.tensors[OWN + key][indices]
     shared = saved.tensors[key]
     return shared.expand(len(indices), *shared.shape)
-
-
-def _identical(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit, including NaN."""
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (tensor, other)))
-
-
-def _check(path: Path, name: str, saved: Tensor, target: Tensor) -> None:
-    if saved.shape != target.shape or saved.dtype != target.dtype:
-        kinds = [f"{list(tensor.shape)} {tensor.dtype}" for tensor in (saved, target)]
-        raise CheckpointError(
-            f"{name} is {kinds[0]} in {path}, and {kinds[1]} here: load as many members as there are rows, of the "
-            "model that was saved"
-        )
-
-
-@torch.no_grad()
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in pairs:
-        tensor.detach().copy_(value)

@@ -53,6 +53,13 @@ def same_values(tensor: Tensor, other: Tensor) -> bool:
     return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
+def same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (tensor, other)))
+
+
 def overlap(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two plain tensors overlap in memory."""
     if (

@@ -57,11 +57,6 @@ class Capture:
     needs_strides: bool = False
 
     @property
-    def writable(self) -> frozenset[str]:
-        """The names of the placeholders that the graph may write to."""
-        return writable(self.graph, self.slots)
-
-    @property
     def open_dims(self) -> list[frozenset[int]]:
         """Return the dynamic dims of each input."""
         return input_dims(self.graph, self.slots)
@@ -109,7 +104,10 @@ class Program:
     def __str__(self) -> str:
         mode = "train" if self.training else "eval"
         lines = [f"program {self.name}  B={self.members}  {mode}"]
-        names = self._names()
+        # Parameters and buffers are under their keys, all else is under the names of the member's nodes.
+        names = {node: node.name for node in self.module.graph.nodes}
+        slots = zip(self.module.graph.find_nodes(op="placeholder"), self.slots, strict=True)
+        names |= {node: slot.name for node, slot in slots if slot.kind is not Kind.INPUT}
         lines += _table([_row(node, names, self.members) for node in self.module.graph.nodes if node.op != "output"])
         (outputs,) = next(node for node in self.module.graph.nodes if node.op == "output").args
         lines.append(f"  return {_argument(outputs, names)}")
@@ -127,17 +125,6 @@ class Program:
         """Whether members return different values that are no tensors."""
         (results,) = next(iter(reversed(self.module.graph.nodes))).args
         return any(isinstance(item, fx.Node) and item.meta.get("layout") is Layout.LISTED for item in results)
-
-    def _names(self) -> dict[fx.Node, str]:
-        """Parameters and buffers under their keys, all else under the names of the member's nodes."""
-        names = {}
-        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        kinds = dict(zip(placeholders, self.slots, strict=True))
-        for node in self.module.graph.nodes:
-            slot = kinds.get(node)
-            has_key = slot is not None and slot.kind is not Kind.INPUT
-            names[node] = slot.name if has_key and slot is not None else node.name
-        return names
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.exclusive import tracing
+from hfusion.core.memory import same_bits
 from hfusion.device.device_queues import DeviceQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
 from hfusion.torch_private.dispatch_modes import is_any_autocast_enabled
 from hfusion.torch_private.seeding import seeding_locks, waiting_seeds_kept
@@ -187,7 +188,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = backend(device)
-        self._stream = lend_stream(device, self, StreamUse.RECORD).stream
+        self._stream, _ = lend_stream(device, self, StreamUse.RECORD)
         # torch frees a pool of memory with the last graph that uses it, and fails an internal assertion if a later
         # graph requests it. So the pool is that of a live graph; if there is none, torch creates a new one.
         self._graphs = WeakSet[DeviceGraph]()
@@ -504,8 +505,7 @@ class DeviceNumbers:
         """Copy ``numbers`` to the device if they differ from `host_copy`; return the device tensor."""
         previous, self.host_copy = self.host_copy, numbers
         device_copy = self._device_copy
-        # Compare bits, because -0.0 == 0.0.
-        if device_copy is not None and previous is not None and _same_bits(previous, numbers):
+        if device_copy is not None and previous is not None and same_bits(previous, numbers):
             return device_copy
         return self.write(numbers)
 
@@ -522,10 +522,6 @@ class DeviceNumbers:
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
     """Return ``numbers`` on ``device``; a copy from the host does not block Python."""
     return _pinned(numbers, device).to(device, non_blocking=True) if numbers.is_cpu else numbers.to(device)
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _pinned(numbers: Tensor, device: torch.device) -> Tensor:

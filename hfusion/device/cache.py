@@ -10,8 +10,7 @@ import os
 import secrets
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -141,13 +140,6 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically: other processes see all of it or nothing, even after a crash. Raises OSError."""
-    with _temporary(path, content) as temporary:
-        os.replace(temporary, path)
-
-
-@contextmanager
-def _temporary(path: Path, content: bytes) -> Iterator[Path]:
-    """Yield a file with ``content`` in the folder of ``path``, and remove it if it is still there. Raises OSError."""
     _make(path.parent)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -157,7 +149,7 @@ def _temporary(path: Path, content: bytes) -> Iterator[Path]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        yield temporary
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -174,14 +166,6 @@ def read_sealed(path: Path) -> bytes:
 def write_sealed(path: Path, content: bytes) -> None:
     """Write ``content`` with a digest of it and of the file's name. Raises OSError."""
     write(path, content + _digest(path.name, content))
-
-
-def _whole(path: Path) -> bool:
-    try:
-        read_sealed(path)
-    except OSError:
-        return False
-    return True
 
 
 def _digest(name: str, content: bytes) -> bytes:

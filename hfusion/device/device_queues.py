@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -82,8 +81,7 @@ class StreamQueue(Queue):
     """A queue of a device that supports several queues."""
 
     def __init__(self, device: torch.device, copies: bool) -> None:
-        self._lent = lend_stream(device, self, StreamUse.COPY if copies else StreamUse.COMPUTE)
-        self.stream = self._lent.stream
+        self.stream, self._give_back = lend_stream(device, self, StreamUse.COPY if copies else StreamUse.COMPUTE)
 
     def run(self, job: Callable[[], None]) -> None:
         with self.stream:
@@ -96,7 +94,7 @@ class StreamQueue(Queue):
         return Mark(self.stream.device, self.stream)
 
     def close(self) -> None:
-        self._lent.give_back()
+        self._give_back()
 
 
 class DeviceQueue(Queue):
@@ -125,19 +123,13 @@ class StreamUse(Enum):
     RECORD = auto()
 
 
-@dataclass(frozen=True)
-class LentStream:
-    """A stream, and the function that gives it back."""
-
-    stream: torch.Stream
-    give_back: Callable[[], object]
-
-
 _idle: defaultdict[tuple[torch.device, StreamUse], list[torch.Stream]] = defaultdict(list)
 
 
-def lend_stream(device: torch.device, owner: object, use: StreamUse) -> LentStream:
-    """Lend a stream of ``device`` until it is given back, or ``owner`` is no longer alive.
+def lend_stream(
+    device: torch.device, owner: object, use: StreamUse
+) -> tuple[torch.Stream, weakref.finalize[..., object]]:
+    """Lend a stream of ``device`` until the returned function is called, or ``owner`` is no longer alive.
 
     A stream costs memory for as long as the process lives: cuBLAS keeps a workspace for each in which it has computed,
     32 MiB on an H100, and torch gives memory that was freed on a stream to that stream only.
@@ -150,4 +142,4 @@ def lend_stream(device: torch.device, owner: object, use: StreamUse) -> LentStre
     # Work that is still queued runs before work of the next owner, as always on a stream.
     give_back = weakref.finalize(owner, idle.append, stream)
     give_back.atexit = False
-    return LentStream(stream, give_back)
+    return stream, give_back

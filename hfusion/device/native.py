@@ -98,25 +98,19 @@ def build(source: Path, compiler: Sequence[str], directory: Path, text: str | No
     content = source.read_bytes() if text is None else text.encode()
     identity = [b"sealed", content, _version(tuple(compiler)), repr((compiler, _FLAGS, _EXTRAS, processor())).encode()]
     path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    cached = _cached_content(path)
-    if cached is not None and (library := _load(cached, path)) is not None:
-        return library
+    try:
+        if (library := _load(read_sealed(path), path)) is not None:
+            return library
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warnings.warn(f"the compiled kernels in {path} are built again: {error.strerror}", stacklevel=2)
     return _compile(source.name, content, compiler, path)
 
 
 @cache
 def _version(compiler: tuple[str, ...]) -> bytes:
     return subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
-
-
-def _cached_content(path: Path) -> bytes | None:
-    try:
-        return read_sealed(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        warnings.warn(f"the compiled kernels in {path} are built again: {error.strerror}", stacklevel=2)
-        return None
 
 
 def _compile(name: str, content: bytes, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -177,17 +176,6 @@ def helped_by(team: Team | None) -> Iterator[None]:
 _SOFT = 1
 
 
-class _Symbol(ctypes.Structure):
-    """Dl_info of dladdr(3)."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Context manager: set the number of torch threads for operators that this thread calls."""
@@ -207,25 +195,19 @@ def release_team() -> None:
 
     Does nothing with runtimes other than GNU's, whose threads belong to no single thread.
     """
-    _pause()(_SOFT)
+    if (pause := _pause()) is not None:
+        pause(_SOFT)
 
 
 @cache
-def _pause() -> Callable[[int], object]:
-    """Return omp_pause_resource_all of GNU's runtime; a function that does nothing if torch uses another one."""
-    if sys.platform != "linux":
-        return _nothing
+def _pause() -> Callable[[int], object] | None:
+    """Return omp_pause_resource_all of GNU's runtime; None if torch uses another one."""
     try:
-        pause = torch_library().omp_pause_resource_all
-        symbol = _Symbol()
-        status = ctypes.CDLL(None).dladdr(ctypes.cast(pause, ctypes.c_void_p), ctypes.byref(symbol))
+        runtime = torch_library()
+        # The runtimes of LLVM and Intel have this function besides those of OpenMP.
+        return None if hasattr(runtime, "kmp_set_defaults") else runtime.omp_pause_resource_all
     except (OSError, AttributeError):
-        return _nothing
-    return pause if status and b"libgomp" in (symbol.file or b"") else _nothing
-
-
-def _nothing(kind: int) -> None:
-    return
+        return None
 
 
 # Torch's shared library for CPUs.

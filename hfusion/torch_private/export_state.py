@@ -32,14 +32,9 @@ TRACERS = ("torch._", "torch.fx", "torch.export", "torch.utils._")
 _NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
 
 
-def _exporter() -> Any:
-    # Imported late: it imports Dynamo.
+def import_exporter() -> Any:
+    """Return the module that exports, which torch imports at the first export, and Dynamo with it."""
     return import_module("torch.export._trace")
-
-
-def import_exporter() -> None:
-    """Import the module that exports, which torch does at the first export."""
-    _exporter()
 
 
 @contextmanager
@@ -68,7 +63,7 @@ def module_stack_unwound() -> Iterator[None]:
 @contextmanager
 def outside_export() -> Iterator[None]:
     """Context manager: hide an outer export of this thread, so that members can be exported inside."""
-    exporter = _exporter()
+    exporter = import_exporter()
     notes = {name: getattr(exporter, name) for name in _NOTES}
     with replaced(exporter, notes), replaced(torch.compiler, dict.fromkeys(_FLAGS, False)), outside_trace():
         yield
@@ -145,17 +140,13 @@ def uncompiled(model: Any) -> Any:
 ModeClass = TypeVar("ModeClass", bound=type[TorchDispatchMode])
 
 
-def is_dynamo_imported() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
 def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of a torch function that hides from Dynamo only if Dynamo is imported."""
     plain = inspect.unwrap(function)
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (function if is_dynamo_imported() else plain)(*args, **kwargs)
+        return (function if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
 
     return called
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,7 @@ _WRAPPER, _PREFIX = "torch/csrc/inductor/cpp_wrapper/cpu.h", "torch/csrc/inducto
 @contextmanager
 def quick_inductor() -> Iterator[None]:
     """Context manager: Inductor compiles the same programs faster. For one thread at a time."""
-    with ExitStack() as stack:
-        stack.enter_context(_dtype_rules_once())
-        stack.enter_context(_all_headers_precompiled())
-        stack.enter_context(_numbers_stay_tensors())
+    with _dtype_rules_once(), _all_headers_precompiled(), _numbers_stay_tensors():
         yield
 
 

@@ -105,7 +105,7 @@ def silence_tracers() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(_drop)
     # On a failure, export prints the graph in addition to raising the error.
-    exporter["print"], _interpreter.tqdm = _nothing, _bar
+    exporter["print"], _interpreter.tqdm = lambda *values, **options: None, _bar
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -141,7 +141,3 @@ def _bar(*args: Any, **options: Any) -> Any:
     Even a disabled bar of tqdm would start a thread, ``tqdm_monitor``, which never ends.
     """
     return (_hub._Faketqdm if options.get("disable") else _hub.tqdm)(*args, **options)
-
-
-def _nothing(*values: Any, **options: Any) -> None:
-    """Print nothing."""
