@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +34,7 @@ from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark
 from hfusion.core.memory import has_address
 from hfusion.core.parameter_attributes import mark_stack
-from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
+from hfusion.core.row_indices import moved_rows
 from hfusion.device.backend import active_autocast
 from hfusion.passes.align import Unexplained, differ_in
 from hfusion.torch_private.export_state import uncompiled
@@ -50,99 +50,13 @@ Source: TypeAlias = int | nn.Module
 """The source of a member: its former row, or a model that joins the array."""
 
 
-class Rows(nn.Module):
-    """Operations of a fused module on its members."""
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def stacks(self) -> dict[str, Tensor]:
-        """The array's own tensors by key, even while other tensors temporarily replace them."""
-        return dict(cast("FusedModule", self)._real)
-
-    def why_no_program(self, arguments: Arguments) -> str:
-        """Return why a call that has just run left no program of all members."""
-        split = cast("FusedModule", self)._split(calling=True)
-        if split:
-            return f"members are computed apart: {split}"
-        stateful = [*cast("FusedModule", self)._compiler.stateful.values()]
-        return arguments.obstacle or (
-            str(stateful[-1])
-            if stateful
-            else "forward changes variables that it names, of files or objects, whose values a program keeps"
-        )
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.
-
-        Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory. A member
-        ``fused[i]`` moves to its new row; one that is removed keeps its last values. Captured programs serve the
-        remaining members. An optimizer of hf.optim follows by its own ``keep(rows)``; another optimizer that has state
-        must be created again.
-
-        Raises:
-            ValueError: no rows, a row twice, or a row that does not exist.
-        """
-        rearrange(self, kept_rows(rows, len(self)))
-
-    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.
-
-        ``src`` is one member or as many as ``dst``; all are read before any is written. See ``keep`` for optimizers.
-
-        Raises:
-            ValueError: a row does not exist or is written twice, or the numbers of ``src`` and ``dst`` do not match.
-        """
-        rearrange(self, copied(src, dst, len(self)))
-
-    def append(self, models: Sequence[nn.Module]) -> None:
-        """Append copies of ``models`` as the last members, in place; the models themselves are unchanged.
-
-        A tensor that all members share must have the same values in them. They have no gradient until the next
-        backward. Only what differs from all members in scalars, such as dropout p, is captured. See ``keep`` for
-        parameters, views and optimizers.
-
-        Raises:
-            FusionError: no models, or models that cannot be fused with the members; the array is as it was.
-
-        Example:
-            >>> import hfusion as hf
-            >>> fused = hf.fuse([nn.Linear(2, 2) for _ in range(2)])
-            >>> fused.append([nn.Linear(2, 2)])
-            >>> fused.state_dict()["weight"].shape
-            torch.Size([3, 2, 2])
-        """
-        if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
-            description = "an empty one" if isinstance(models, Sequence) else type(models).__name__
-            raise FusionError(f"append takes a list of one model or more, not {description}: append([model])")
-        rearrange(self, [*range(len(self)), *models])
-
-    def put(self, rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module]) -> None:
-        """Replace the members ``rows`` by copies of ``models``, in place; see ``append``.
-
-        Raises:
-            ValueError: a row does not exist or is given twice, or there are not as many models as rows.
-            FusionError: models that cannot be fused with the members; the array is as it was.
-        """
-        targets = rows_of(rows, len(self))
-        replacements = [models] if isinstance(models, nn.Module) else list(models)
-        if len(replacements) != len(targets):
-            raise ValueError(
-                f"put of {len(replacements)} models into {len(targets)} rows: give one for each of {targets}"
-            )
-        check_once(targets)
-        new = dict(zip(targets, replacements, strict=True))
-        rearrange(self, [new.get(row, row) for row in range(len(self))])
-
-
-def rearrange(array: Rows, sources: Sequence[Source]) -> None:
+def rearrange(fused: FusedModule, sources: Sequence[Source]) -> None:
     """Rearrange the array so that member b becomes ``sources[b]``, with its tensors, scalars and programs.
 
     Raises:
         FusionError: a model that cannot be fused with the members; the array is as it was.
     """
-    fused, sources = cast("FusedModule", array), [uncompiled(source) for source in sources]
+    sources = [uncompiled(source) for source in sources]
     if sources == list(range(len(fused))):
         return
     check_movable(fused, "Keep, copy, append and put members")
@@ -163,7 +77,8 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
         contents.append(content)
     after = before.of_contents(contents, added)
     comparison = replace(after.comparison, partly=after.comparison.partly | partly_shared(joining))
-    after = replace(after, comparison=comparison, origins=_moved_origins(before, sources))
+    after = replace(after, comparison=comparison)
+    fused._origins = _moved_origins(fused._origins, sources)
     move_stacks(fused, sources, after)
     enter(fused, contents, after)
     fused._mark()
@@ -199,13 +114,13 @@ def find_new_rows(sources: Sequence[Source]) -> dict[int, int]:
     return new_rows
 
 
-def _moved_origins(array: Array, sources: Sequence[Source]) -> WeakIdKeyDictionary:
-    """Return the `Array.origins` after a rearrangement to ``sources``."""
+def _moved_origins(before: WeakIdKeyDictionary, sources: Sequence[Source]) -> WeakIdKeyDictionary:
+    """Return the member and key of original parameters, ``before``, after a rearrangement to ``sources``."""
     origins, new_rows = WeakIdKeyDictionary(), find_new_rows(sources)
     for index, source in enumerate(sources):
         for name, parameter in source.named_parameters() if isinstance(source, nn.Module) else ():
             origins.setdefault(parameter, (index, name))
-    for parameter, (member, name) in array.origins.items():
+    for parameter, (member, name) in before.items():
         if member in new_rows:
             origins[parameter] = (new_rows[member], name)
     return origins
@@ -444,14 +359,13 @@ def trust(checked: Compiled, derived: Compiled) -> None:
 class Array:
     """Description of the members of a fused module.
 
-    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` maps original parameters to member and key.
+    ``skeletons[v]`` is a model of variant v without tensors.
     """
 
     members: int
     skeletons: tuple[nn.Module, ...]
     comparison: Comparison
     verify: bool
-    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -484,15 +398,9 @@ class Array:
                     "fuse them again."
                 )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**{key: value for key, value in vars(self).items() if key != "shapes"}, "origins": None}
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
         skeletons = tuple(module_copy(skeleton, memo) for skeleton in self.skeletons)
-        return replace(self, skeletons=skeletons, origins=WeakIdKeyDictionary())
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, origins=WeakIdKeyDictionary())
+        return replace(self, skeletons=skeletons)
 
 
 @dataclass(frozen=True, eq=False)

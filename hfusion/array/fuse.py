@@ -46,27 +46,19 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
     keep_large_blocks(len(models) * _largest(models[0]))
     firsts = map(comparison.variants.index, range(max(comparison.variants) + 1))
     skeletons = tuple(skeleton(index, models[index]) for index in firsts)
-    array = Array(len(models), skeletons, comparison, verify)
-    for index, model in enumerate(models):
-        for name, parameter in model.named_parameters():
-            array.origins.setdefault(parameter, (index, name))
     stacks = _room(models[0], len(models), comparison.shared)
     for index, model in enumerate(models[1:], start=1):
         _fill(stacks, index, model, comparison.shared)
-    return FusedModule(array, stacks)
+    fused = FusedModule(Array(len(models), skeletons, comparison, verify), stacks)
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            fused._origins.setdefault(parameter, (index, name))
+    return fused
 
 
 def _largest(model: nn.Module) -> int:
     """Return the size in bytes of the largest parameter."""
     return max((parameter.nbytes for parameter in model.parameters()), default=0)
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    """Return a tensor for all members: in the models' own memory if it is a frozen parameter, otherwise a copy."""
-    if isinstance(tensor, nn.Parameter):
-        data = tensor.detach().clone() if tensor.requires_grad else tensor.detach()
-        return nn.Parameter(data, requires_grad=tensor.requires_grad)
-    return tensor.detach().clone()
 
 
 def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True) -> FusedModule:
@@ -142,7 +134,14 @@ def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, T
     stacks = {}
     for name, tensor in tensors(first):
         if id(tensor) not in stacks_by_id:
-            stacks_by_id[id(tensor)] = _keep(tensor) if name in shared else empty_stack(tensor, members)
+            if name not in shared:
+                stacks_by_id[id(tensor)] = empty_stack(tensor, members)
+            elif isinstance(tensor, nn.Parameter):
+                # A frozen parameter stays in the models' own memory.
+                data = tensor.detach().clone() if tensor.requires_grad else tensor.detach()
+                stacks_by_id[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
+            else:
+                stacks_by_id[id(tensor)] = tensor.detach().clone()
         stacks[name] = stacks_by_id[id(tensor)]
     _fill(stacks, 0, first, shared)
     return stacks

@@ -7,12 +7,11 @@ reuses programs of the whole array without a capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Array, Kin, changed_tensors, check_movable, enter, resize
 from hfusion.array.member_views import Views, check_together
@@ -50,7 +49,7 @@ def part_of(fused: FusedModule, rows: Sequence[int], live: bool) -> FusedModule:
                 is_parameter = isinstance(whole, nn.Parameter)
                 stacks_by_id[id(whole)] = nn.Parameter(values, whole.requires_grad) if is_parameter else values
             stacks[name] = stacks_by_id[id(whole)]
-    fused_part = FusedModule(_array_of(fused, rows, WeakIdKeyDictionary()), stacks)
+    fused_part = FusedModule(_array_of(fused, rows), stacks)
     fused_part._is_part = True
     modes = fused.training_by_path()
     for path, module in fused_part.named_modules(remove_duplicate=False):
@@ -67,9 +66,9 @@ def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
         raise IndexError(f"{chosen} takes none of the {len(fused)} members")
     check_together(fused, "a slice")
     part = part_of(fused, rows, live=True)
-    for parameter, (member, name) in fused._array.origins.items():
+    for parameter, (member, name) in fused._origins.items():
         if member in rows:
-            part._array.origins[parameter] = (rows.index(member), name)
+            part._origins[parameter] = (rows.index(member), name)
     return part
 
 
@@ -118,7 +117,7 @@ class GatheredRows:
         resized = len(rows) != len(array)
         # If both arrays have the same single skeleton, all members are alike.
         if resized or len(whole._array.skeletons) > 1 or array._array.skeletons != whole._array.skeletons:
-            part = _array_of(whole, rows, array._array.origins)
+            part = _array_of(whole, rows)
             if part.contents != array._array.contents:
                 enter(array, part.contents, part)
                 self._find_kin()
@@ -241,9 +240,9 @@ class GatheredRows:
         compiler.kin = Kin(self.array, compiler, self.array._array.contents, lambda: [self.whole])
 
 
-def _array_of(fused: FusedModule, rows: Sequence[int], origins: WeakIdKeyDictionary) -> Array:
+def _array_of(fused: FusedModule, rows: Sequence[int]) -> Array:
     contents = fused._array.contents
-    return replace(fused._array.of_contents([contents[row] for row in rows], {}), origins=origins)
+    return fused._array.of_contents([contents[row] for row in rows], {})
 
 
 def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ import operator
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import reduce
@@ -18,8 +18,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_editing import Array, ArrayState, Rows, mark_tensors
+from hfusion.array.array_editing import Array, ArrayState, mark_tensors, rearrange
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.module_tree import STATE, Tree, array_of_method, grow, method_names, modules_by_path
@@ -42,6 +43,7 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
 from hfusion.core.program import Kind
+from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 from hfusion.ops.rule import hint
 from hfusion.optim import coupling
 from hfusion.passes.side_effects import FailedCheck
@@ -49,7 +51,7 @@ from hfusion.torch_private.dispatch_modes import in_transform, outside_transform
 from hfusion.torch_private.export_state import exporting, outside_export, outside_trace
 
 
-class FusedModule(Rows, Tree):
+class FusedModule(Tree):
     """B models of one shape as one module; created by `hfusion.fuse` and `hfusion.build`.
 
     ``fused(x)`` returns the members' outputs for ``x``, every tensor with a leading dim of B. The state dict has the
@@ -66,6 +68,8 @@ class FusedModule(Rows, Tree):
     def _prepare(self) -> None:
         """Initialize everything that is derived from the tensors and the array."""
         self._branches = [module for _, module in self.named_modules()]
+        # The member and the key of the parameters of original models.
+        self._origins = WeakIdKeyDictionary()
         self._states: dict[Any, ArrayState] = {}
         self._numbers, self._number = itertools.count(1), 0
         self._situations = Situations()
@@ -277,6 +281,23 @@ class FusedModule(Rows, Tree):
             compiler.clear()
             self._bound.clear()
 
+    @property
+    def stacks(self) -> dict[str, Tensor]:
+        """The array's own tensors by key, even while other tensors temporarily replace them."""
+        return dict(self._real)
+
+    def why_no_program(self, arguments: Arguments) -> str:
+        """Return why a call that has just run left no program of all members."""
+        split = self._split(calling=True)
+        if split:
+            return f"members are computed apart: {split}"
+        stateful = [*self._compiler.stateful.values()]
+        return arguments.obstacle or (
+            str(stateful[-1])
+            if stateful
+            else "forward changes variables that it names, of files or objects, whose values a program keeps"
+        )
+
     def find(self, arguments: Arguments) -> Compiled | None:
         """Return the program for such a call in the current modes, or None if there is none yet."""
         return None if self._split(calling=True) else self._compiler.find(self._modes(arguments), arguments)
@@ -402,9 +423,71 @@ class FusedModule(Rows, Tree):
         """
         return unfused(self)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.
+
+        Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory. A member
+        ``fused[i]`` moves to its new row; one that is removed keeps its last values. Captured programs serve the
+        remaining members. An optimizer of hf.optim follows by its own ``keep(rows)``; another optimizer that has state
+        must be created again.
+
+        Raises:
+            ValueError: no rows, a row twice, or a row that does not exist.
+        """
+        rearrange(self, kept_rows(rows, len(self)))
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.
+
+        ``src`` is one member or as many as ``dst``; all are read before any is written. See ``keep`` for optimizers.
+
+        Raises:
+            ValueError: a row does not exist or is written twice, or the numbers of ``src`` and ``dst`` do not match.
+        """
+        rearrange(self, copied(src, dst, len(self)))
+
+    def append(self, models: Sequence[nn.Module]) -> None:
+        """Append copies of ``models`` as the last members, in place; the models themselves are unchanged.
+
+        A tensor that all members share must have the same values in them. They have no gradient until the next
+        backward. Only what differs from all members in scalars, such as dropout p, is captured. See ``keep`` for
+        parameters, views and optimizers.
+
+        Raises:
+            FusionError: no models, or models that cannot be fused with the members; the array is as it was.
+
+        Example:
+            >>> import hfusion as hf
+            >>> fused = hf.fuse([nn.Linear(2, 2) for _ in range(2)])
+            >>> fused.append([nn.Linear(2, 2)])
+            >>> fused.state_dict()["weight"].shape
+            torch.Size([3, 2, 2])
+        """
+        if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
+            description = "an empty one" if isinstance(models, Sequence) else type(models).__name__
+            raise FusionError(f"append takes a list of one model or more, not {description}: append([model])")
+        rearrange(self, [*range(len(self)), *models])
+
+    def put(self, rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module]) -> None:
+        """Replace the members ``rows`` by copies of ``models``, in place; see ``append``.
+
+        Raises:
+            ValueError: a row does not exist or is given twice, or there are not as many models as rows.
+            FusionError: models that cannot be fused with the members; the array is as it was.
+        """
+        targets = rows_of(rows, len(self))
+        replacements = [models] if isinstance(models, nn.Module) else list(models)
+        if len(replacements) != len(targets):
+            raise ValueError(
+                f"put of {len(replacements)} models into {len(targets)} rows: give one for each of {targets}"
+            )
+        check_once(targets)
+        new = dict(zip(targets, replacements, strict=True))
+        rearrange(self, [new.get(row, row) for row in range(len(self))])
+
     def origin(self, parameter: Tensor) -> tuple[int, str] | None:
         """Return member and key ``(b, name)`` of a parameter of an original model; None for other parameters."""
-        origin: tuple[int, str] | None = self._array.origins.get(parameter)
+        origin: tuple[int, str] | None = self._origins.get(parameter)
         return origin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedModule:

@@ -25,6 +25,7 @@ STATE = frozenset(
         "_original",
         "_array",
         "_branches",
+        "_origins",
         "_compiler",
         "_real",
         "_bound",

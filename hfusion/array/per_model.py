@@ -311,7 +311,7 @@ class PerModel(PerMemberFunction):
                         f"{self._name} writes into its arguments, and runs in a loop over members, which may share "
                         "them; let it write into a copy"
                     )
-        return joined_results(rows, any_sizes=bool(arguments.ragged))
+        return pytree.tree_unflatten(*joined_results(rows, any_sizes=bool(arguments.ragged)))
 
     def find_program(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """Return the program of the last call, with such arguments, or the reason why it ran in a loop over members."""

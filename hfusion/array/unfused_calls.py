@@ -100,7 +100,7 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str 
 
     def run() -> list[Any]:
         results = list(_results(fused, members, arguments, method))
-        leaves, spec = _joined(results, any_sizes=bool(arguments.ragged))
+        leaves, spec = joined_results(results, any_sizes=bool(arguments.ragged))
         specs.append(spec)
         return leaves
 
@@ -218,8 +218,8 @@ def _with_own_version(buffer: Tensor) -> Tensor:
     return keep_marks(buffer.data, buffer)
 
 
-def joined_results(results: Sequence[Any], any_sizes: bool = False) -> Any:
-    """Return the members' results as one: each tensor ``[B, *S]``; see `member_values` for what is no tensor.
+def joined_results(results: Sequence[Any], any_sizes: bool) -> tuple[list[Any], TreeSpec]:
+    """Return the members' results as one, flat: each tensor ``[B, *S]``; see `member_values` for what is no tensor.
 
     Args:
         any_sizes: whether tensors may differ in sizes; they are `Ragged` then.
@@ -227,10 +227,6 @@ def joined_results(results: Sequence[Any], any_sizes: bool = False) -> Any:
     Raises:
         FusionError: members give different structures, or tensors of different kinds.
     """
-    return pytree.tree_unflatten(*_joined(results, any_sizes))
-
-
-def _joined(results: Sequence[Any], any_sizes: bool) -> tuple[list[Any], TreeSpec]:
     flat = [pytree.tree_flatten(result) for result in results]
     kinds = [(spec, [_kind(leaf, any_sizes) for leaf in leaves]) for leaves, spec in flat]
     if (other := next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:

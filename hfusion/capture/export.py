@@ -28,11 +28,12 @@ from hfusion.capture.observe import Observation, check_state, gradient_dependenc
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
 from hfusion.capture.reachable_code import search_of
-from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
+from hfusion.core.copies import aliases, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.fingerprint import read_model, tensors_of
 from hfusion.core.guards import Guards
+from hfusion.core.memory import tensors_in
 from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
@@ -131,7 +132,7 @@ def _exported(
     attempts: Sequence[_Open],
     modes: Mapping[str, bool],
 ) -> Capture:
-    reads, contiguous = PythonReads(), are_contiguous((args, dict(kwargs)))
+    reads, contiguous = PythonReads(), all(leaf.is_contiguous() for leaf in tensors_in((args, dict(kwargs))))
     try:
         trace = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
     except FusionError:

@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.core.errors import FusionError
-from hfusion.core.member_random import draws_of
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 
@@ -67,7 +66,7 @@ class Replay:
     """
 
     def __init__(self, draws: Sequence[Tensor], member: int) -> None:
-        self._rows = iter(draws_of(draws, member))
+        self._rows = iter([drawn[member] for drawn in draws])
         self._rows_by_state: dict[bytes, Tensor] = {}
         self._state = _state()
 

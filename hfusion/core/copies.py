@@ -44,11 +44,6 @@ def aliases(values: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: _like(x.detach(), x), values)
 
 
-def are_contiguous(values: Any) -> bool:
-    """Return whether all tensors in nested ``values`` are contiguous."""
-    return all(leaf.is_contiguous() for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-
-
 def contiguous_aliases(values: Any) -> Any:
     """Return nested ``values`` with other, contiguous tensor objects, in the same memory if they were contiguous."""
     return pytree.tree_map_only(Tensor, lambda x: _like(x.detach().contiguous(), x), values)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hfusion.core.layout import Listed
-from hfusion.core.membership import Membership, has_rows, mark, own_hook
+from hfusion.core.membership import has_rows, own_hook
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
 from hfusion.torch_private.dispatch_modes import in_transform
@@ -66,13 +66,11 @@ def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
         delattr(param, _FROZEN)
 
 
-def mark_input(value: Tensor, members: int) -> Tensor:
-    """Mark ``value``, a leaf that one part of a program takes from another, for `never_reached`, and return it."""
-    return mark(value, Membership("", members, True))
-
-
 def never_reached(leaf: Tensor) -> Tensor | None:
-    """Return the members, bool ``[B]``, whose losses did not reach an input of a part; None if unknown."""
+    """Return the members, bool ``[B]``, whose losses did not reach an input of a part; None if unknown.
+
+    leaf: what the part took from another one, marked as stacked (`hfusion.core.membership.mark`).
+    """
     missing: Tensor | None = vars(leaf).pop(_MISSING, None)
     return missing
 

@@ -52,11 +52,6 @@ def draw(sample: Callable[[], Tensor]) -> Tensor:
     return drawn
 
 
-def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
-    """Return one member's rows of recorded draws."""
-    return [drawn[member] for drawn in draws]
-
-
 # A hash of 32 bits, from https://github.com/skeeto/hash-prospector/issues/19. Its factors are below 2**31, so that
 # products fit in 63 bits: C++ compilers take it for granted that signed numbers never overflow.
 _ROUNDS = ((16, 0x21F0AAAD), (15, 0x735A2D97))

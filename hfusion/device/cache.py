@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from hfusion.core.claimed_folder import run_folder
 
@@ -175,20 +174,6 @@ def _digest(name: str, content: bytes) -> bytes:
 def cache_file(kind: str, description: Mapping[str, str]) -> Path:
     """Return the path of the JSON file for measurements on a machine of this description."""
     return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of the cache folder. Raises OSError as `read`, and ValueError for invalid JSON."""
-    content = read(path)
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file atomically. Raises OSError."""
-    write(path, json.dumps(content, indent=1).encode())
 
 
 def number(value: object, least: float, most: float) -> float:

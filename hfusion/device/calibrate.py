@@ -7,6 +7,7 @@ lowerings are chosen (`compute_rates`), are in a separate file; the rates of mov
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import time
@@ -23,7 +24,7 @@ import torch
 from hfusion.core.claimed_folder import temporary_folder
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import accelerators, backend
-from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_json, write_json
+from hfusion.device.cache import cache_file, cache_folder, lasts, number, read, write
 from hfusion.device.native import core_cache, cores, processor, processor_name
 from hfusion.device.team import torch_threads
 
@@ -161,8 +162,7 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
     moving, moving_trouble = _cached_rates("moving", description, _MOVING, partial(_measure_moving, device, disk))
     if trouble or moving_trouble:
         warnings.warn(f"the rates of {device} are not kept: {trouble or moving_trouble}", stacklevel=3)
-    load, evict, read, write = (moving[name] for name in _MOVING)
-    return Rates(**asdict(computing), load=load, evict=evict, read=read, write=write)
+    return Rates(**asdict(computing), **moving)
 
 
 _COMPUTING = ("flops", *_HALF, "memory", "calls")
@@ -210,7 +210,7 @@ def _cached_rates(
     if first is not None:
         return first, ""
     try:
-        write_json(path, {"machine": description, "rates": rates})
+        write(path, json.dumps({"machine": description, "rates": rates}, indent=1).encode())
     except OSError as error:
         return rates, (
             f"{cache_folder()}: {error.strerror}; they are measured in every process, unless XDG_CACHE_HOME names "
@@ -222,10 +222,10 @@ def _cached_rates(
 def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> dict[str, float] | None:
     """Return the rates stored at ``path``; None if there are no usable ones."""
     try:
-        content = read_json(path)
+        content = json.loads(read(path))
         rates = {name: number(content["rates"][name], *_PLAUSIBLE) for name in names}
         return rates if content["machine"] == description else None
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     except OSError as error:
         warnings.warn(f"the rates of the machine in {path} are measured again: {error.strerror}", stacklevel=4)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, mark_input, never_reached, watched
+from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, never_reached, watched
+from hfusion.core.membership import Membership, mark
 from hfusion.core.program import Kind
 from hfusion.core.tree import contains, leaves, map_leaves
 from hfusion.device.backend import Generators, backend
@@ -292,7 +293,7 @@ class Training:
         branching = self._recipe.branching
         if branching is not None:
             for leaf in tracked(inputs).values():
-                mark_input(leaf, branching)
+                mark(leaf, Membership("", branching, stacked=True))
         outputs = watched(part.on(device), branching)(*keys, *inputs.values())
         if not self._is_last(shard):
             return _PartGraph(inputs, params, dict(zip(part.gives, outputs, strict=True)))

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counters
 
-__all__ = [
-    "AccumulateGrad",
-    "at_end_of_backward",
-    "backward_gradients",
-    "backward_id",
-    "backward_node",
-    "is_profiling",
-    "preserve_version_counters",
-    "set_grad_enabled",
-    "without_saved_tensor_hooks",
-]
+# What is imported here for other files.
+__all__ = ["preserve_version_counters"]
 
 _engine: Any = torch._C._autograd
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]

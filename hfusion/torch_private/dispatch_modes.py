@@ -28,6 +28,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
+# What is imported here for other files.
 __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunction",
@@ -35,19 +36,13 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "PreDispatchMode",
     "UnsupportedFakeTensorException",
     "detect_fake_mode",
     "disable_current_modes",
     "enable_python_dispatcher",
     "enter_autocast",
     "exit_autocast",
-    "function_modes",
-    "in_dispatch_mode",
-    "is_any_autocast_enabled",
     "no_dispatch",
-    "replace_function_modes",
-    "with_dynamic_dims",
 ]
 
 

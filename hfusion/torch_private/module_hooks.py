@@ -16,13 +16,8 @@ from torch.optim import optimizer as _optimizers
 
 from hfusion.torch_private.export_state import without_dynamo
 
-__all__ = [
-    "Orthogonal",
-    "caches_parametrizations",
-    "global_hooks",
-    "has_global_hooks",
-    "without_cached_parametrizations",
-]
+# What is imported here for other files.
+__all__ = ["Orthogonal", "has_global_hooks"]
 
 _TABLES = (
     "_global_forward_pre_hooks",

@@ -11,14 +11,8 @@ from torch._ops import HigherOrderOperator
 from torch._refs import linspace as decomposed_linspace
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = [
-    "HigherOrderOperator",
-    "decomposed_linspace",
-    "decomposition_table",
-    "has_device_kernel",
-    "is_composite",
-    "operator_names",
-]
+# What is imported here for other files.
+__all__ = ["HigherOrderOperator", "decomposed_linspace", "decomposition_table"]
 
 
 def operator_names() -> list[str]:
