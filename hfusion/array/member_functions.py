@@ -23,7 +23,7 @@ from hfusion.core.fingerprint import read_state
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, membership
-from hfusion.core.memory import has_address
+from hfusion.core.memory import has_address, version_of
 from hfusion.core.row_indices import check_once, rows_of
 from hfusion.optim import FusedOptimizer
 from hfusion.torch_private.dispatch_modes import in_transform, vmap_fallback_refused
@@ -167,7 +167,7 @@ class MemberFunction:
         # What may fail half-way runs on copies.
         in_place = not is_first and not why and all(rows == list(range(len(stack))) for stack in _stacks(call)[:1])
         part = call if in_place else _copied(call, rows)
-        versions, is_vmapped = list(map(_version, _stacks(part))), False
+        versions, is_vmapped = list(map(version_of, _stacks(part))), False
         if not why and len(rows) > 1:
             try:
                 _run_vmapped(self._fn, self._name, part)
@@ -175,11 +175,11 @@ class MemberFunction:
             except (ValueError, FusionError):
                 raise
             except Exception as error:
-                if in_place and versions != list(map(_version, _stacks(part))):
+                if in_place and versions != list(map(version_of, _stacks(part))):
                     error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
                     raise
                 why, part = f"torch.func.vmap: {str(error).splitlines()[0]}", _copied(call, rows)
-                versions = list(map(_version, _stacks(part)))
+                versions = list(map(version_of, _stacks(part)))
         if not is_vmapped:
             _run_looped(self._fn, self._name, part, rows)
         if state is not None and read_state(self._fn) != state:
@@ -192,7 +192,7 @@ class MemberFunction:
             self._loops[key] = why or ""
         for stack, values, version in zip(_stacks(call), _stacks(part), versions, strict=True):
             # What is written by ``tensor.data`` has no new version.
-            if stack is not values and (not is_vmapped or _version(values) != version or values.is_inference()):
+            if stack is not values and (not is_vmapped or version_of(values) != version or values.is_inference()):
                 stack[rows] = values
 
 
@@ -367,18 +367,14 @@ def _common_unwritten(name: str, call: Arguments) -> Iterator[None]:
     further = pytree.tree_leaves((args[2:], kwargs), is_leaf=is_stacked)
     common |= {f"argument tensor {k}": leaf for k, leaf in enumerate(further)}
     common = {label: leaf for label, leaf in common.items() if isinstance(leaf, Tensor)}
-    versions = list(map(_version, common.values()))
+    versions = list(map(version_of, common.values()))
     yield
     for (label, tensor), version in zip(common.items(), versions, strict=True):
-        if _version(tensor) != version:
+        if version_of(tensor) != version:
             raise FusionError(
                 f"{name} writes into {label} in hf.each, which all members see: give each member its own, "
                 "hf.stacked([B, ...]) for an argument, or write into a copy"
             )
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _write(name: str, call: Arguments, row: int | slice, changes: Mapping[tuple[int, str], Tensor]) -> None:

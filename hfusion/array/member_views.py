@@ -419,18 +419,6 @@ class Views:
                 stack.requires_grad_(any(trains))
             freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains, device="cpu"))
 
-    def restore(self, fused: FusedModule, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-        """Set the attributes and modes of members' modules; other modules get the modes of the array."""
-        known, base = {id(module) for module, _ in before}, fused.training_by_path()
-        for module, held in before:
-            vars(module).clear()
-            vars(module).update(held)
-        for path, module in ((path, m) for member in self.members.values() for path, m in member.modules.items()):
-            if id(module) not in known:
-                module.training = base[path]
-        if self.members:
-            self.hear(fused)
-
     def rearranged(self, fused: FusedModule, sources: Sequence[Any]) -> None:
         """Update members: b is now ``sources[b]``, a former row or a model that joined."""
         for stack in {id(t): t for t in fused.stacks.values()}.values():
@@ -617,7 +605,16 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
         for branch, training in modes:
             branch.training = training
         fused._enter(state)
-        views.restore(fused, before)
+        # Members that were created meanwhile have the modes of the array.
+        base = fused.training_by_path()
+        for member in views.members.values():
+            for path, module in member.modules.items():
+                module.training = base[path]
+        for module, held in before:
+            vars(module).clear()
+            vars(module).update(held)
+        if views.members:
+            views.hear(fused)
 
 
 def _check_bound(index: int, module: nn.Module) -> None:

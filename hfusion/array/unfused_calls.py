@@ -25,7 +25,7 @@ from hfusion.core.errors import FusionError, NotCaptured
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
 from hfusion.core.layout import Listed, member_values
 from hfusion.core.member_random import member_seeds
-from hfusion.core.memory import has_address
+from hfusion.core.memory import has_address, version_of
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.program import Kind
 from hfusion.device.backend import random_states_kept, seed_in_use
@@ -128,7 +128,7 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
     source = None if in_transform() else member_seeds()
     low, high = (None, None) if source is None else source.keys()
     inputs = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
-    versions = list(map(_version, inputs))
+    versions = list(map(version_of, inputs))
     for index, member in enumerate(members):
         rows = {key: of_stack[index] for key, of_stack in listed.items()}
         rows |= {key: rows[key].detach() for key, flags in frozen.items() if flags[index]}
@@ -142,7 +142,7 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
                 given[name].register_hook(hook)
         module, prefix = (member, "") if method == "forward" else (_MethodAsForward(member, method), "member.")
         left = {prefix + name: tensor for name, tensor in given.items()}
-        before = list(map(_version, given.values()))
+        before = list(map(version_of, given.values()))
         args, kwargs = arguments.of_member(index)
         # What a member draws must not depend on the modes of others, which may draw nothing.
         with nullcontext() if low is None else random_states_kept():
@@ -155,7 +155,7 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
                 if name in own or name in buffers:
                     held = buffers[name] if name in buffers else own[name].detach()[index]
                     _take_back(held, tensor, left[prefix + name], version, name in buffers)
-        if list(map(_version, inputs)) != versions:
+        if list(map(version_of, inputs)) != versions:
             raise FusionError(
                 f"member {index} of a fused {fused._original} runs its own code, and writes into an input that all "
                 "members see. Let it write into a copy, or give each its own by hf.stacked"
@@ -198,17 +198,13 @@ def _take_back(held: Tensor, given: Tensor, left: Tensor, version: int, is_buffe
         # Forward has assigned another tensor or its data.
         held.copy_(left.detach())
     elif left is given is not held:
-        if _version(left) != version:
+        if version_of(left) != version:
             increment_version(held)
         if is_buffer:
             # What forward has set on it is the member's.
             keep_marks(held, left)
             if left.is_leaf:
                 held.requires_grad_(left.requires_grad)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _with_own_version(buffer: Tensor) -> Tensor:

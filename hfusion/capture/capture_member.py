@@ -24,7 +24,7 @@ from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.reachable_code import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
-from hfusion.core.program import Capture
+from hfusion.core.program import Capture, input_dims
 from hfusion.passes.functional import OPAQUE
 
 _KNOWS_SIZES = (
@@ -48,7 +48,7 @@ class VaryingSizes:
 
     def closed_by(self, captured: Capture, leaves: Sequence[Any]) -> bool:
         """Return whether a capture specialized a dim that varies; dims of size 0 or 1 are not counted."""
-        inputs = captured.open_dims
+        inputs = input_dims(captured.graph, captured.slots)
         return any(
             dim not in inputs[k] and leaves[k].shape[dim] > 1
             for k, dims in enumerate(self.dims)

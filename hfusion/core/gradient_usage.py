@@ -25,7 +25,13 @@ from torch.autograd.graph import Node
 from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, own_hook
 from hfusion.core.parameter_attributes import keep_marks
-from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
+from hfusion.torch_private.autograd_engine import (
+    AccumulateGrad,
+    at_end_of_backward,
+    backward_id,
+    backward_node,
+    nodes_behind,
+)
 from hfusion.torch_private.dispatch_modes import in_transform
 
 _ABSENT = "_hfusion_absent_rows"
@@ -214,11 +220,14 @@ class ProgramRun:
                 self._watch(sink, {result.grad_fn: [(mask, result.output_nr)]})
             elif isinstance(result, Listed):
                 self.took(result)
+        joined = backward_node(Join)
         for sink, nodes in self._sinks:
-            leaves, joins = _behind(nodes)
-            sink.leaves |= leaves
-            for join in joins:
-                join.sinks.append(sink)
+            # Behind a joined result, other sinks are the ones that matter.
+            for node in nodes_behind(nodes, joined):
+                if isinstance(node, joined):
+                    node.sinks.append(sink)
+                elif isinstance(node, AccumulateGrad) and has_rows(node.variable):
+                    sink.leaves.add(node.variable)
         self._sinks.clear()
 
     def _watch(self, sink: _Sink, outputs: dict[Node, list[tuple[int, int]]]) -> None:
@@ -232,28 +241,6 @@ def _arrived(sink: _Sink, outputs: Sequence[tuple[int, int]], grads: Sequence[Te
     members = functools.reduce(operator.or_, (mask for mask, result in outputs if grads[result] is not None), 0)
     if members:
         _pass().note(sink, members)
-
-
-def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
-    """Return the stacked parameters upstream of ``nodes``, stopping at joined results, and those results."""
-    joined = backward_node(Join)
-    leaves: set[Tensor] = set()
-    joins: list[Any] = []
-    visited: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if isinstance(node, joined):
-            joins.append(node)
-        elif isinstance(node, AccumulateGrad):
-            if has_rows(node.variable):
-                leaves.add(node.variable)
-        else:
-            waiting += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return leaves, joins
 
 
 class Join(torch.autograd.Function):

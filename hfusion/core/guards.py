@@ -20,15 +20,13 @@ class Guards:
     # The number of guards and their code: later passes may add guards, and writing the code takes milliseconds.
     _code: tuple[int, str | None] = field(default=(-1, None), repr=False)
 
-    def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
+    def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
         """Return whether the trace is valid for inputs of ``shapes``; the shape of a value that is no tensor is empty.
 
         The sizes may be symbols of another trace, which then records the comparison as a guard. Strides are not
         compared: programs are valid for any.
         """
-        return self.assumptions().hold(shapes)
-
-    __call__ = hold
+        return self.assumptions()(shapes)
 
     def assumptions(self) -> Assumptions:
         """Return the present guards as plain data."""
@@ -58,8 +56,8 @@ class Assumptions:
         """Return assumptions from lists, as JSON has them, in place of tuples."""
         return Assumptions(tuple(None if input_sizes is None else tuple(input_sizes) for input_sizes in sizes), code)
 
-    def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        """Return whether the assumptions hold for inputs of ``shapes``, as `Guards.hold`.
+    def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
+        """Return whether the assumptions hold for inputs of ``shapes``, as `Guards`.
 
         A dynamic size is above 1: torch specializes 0 and 1.
         """
@@ -75,8 +73,6 @@ class Assumptions:
             return True
         dynamic_sizes = {f"t{k}": size for k, size in enumerate(size for expected, size in pairs if expected is None)}
         return bool(eval(_compiled(self.code), {"math": math, "torch": torch}, {"L": dynamic_sizes}))
-
-    __call__ = hold
 
     def assumptions(self) -> Assumptions:
         """Return itself."""

@@ -26,11 +26,21 @@ def draws_random(target: object) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-class _Recording(threading.local):
+class _Active(threading.local):
+    """What this thread draws from, and the draws that it records.
+
+    Attributes:
+        source, make: the source of seeds; ``make`` creates them at first use.
+        keys: the keys of `new_seeds`.
+    """
+
     draws: list[Tensor] | None = None
+    source: MemberSeeds | None = None
+    make: Callable[[], Tensor] | None = None
+    keys: Tensor | None = None
 
 
-_active = _Recording()
+_active = _Active()
 
 
 @contextmanager
@@ -128,54 +138,43 @@ def _hashed(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> _LAST)
 
 
-class _Seeded(threading.local):
-    """A source of seeds; ``make`` creates them at first use."""
-
-    source: MemberSeeds | None = None
-    make: Callable[[], Tensor] | None = None
-    keys: Tensor | None = None
-
-
-_seeded = _Seeded()
-
-
 def member_seeds() -> MemberSeeds | None:
     """Return the active source of random numbers of this thread; None for torch's generator."""
-    if _seeded.make is None:
-        return _seeded.source
+    if _active.make is None:
+        return _active.source
     # During capture under a mode, values belong to no member.
     if in_dispatch_mode():
         return None
-    if _seeded.source is None:
-        _seeded.source = MemberSeeds(_seeded.make())
-    return _seeded.source
+    if _active.source is None:
+        _active.source = MemberSeeds(_active.make())
+    return _active.source
 
 
 @contextmanager
 def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
     """Context manager: operators that can draw from ``seeds``, an integer per member, or a function that makes them."""
-    outer = _seeded.source, _seeded.make
-    _seeded.source = MemberSeeds(seeds) if isinstance(seeds, Tensor) else None
-    _seeded.make = None if isinstance(seeds, Tensor) else seeds
+    outer = _active.source, _active.make
+    _active.source = MemberSeeds(seeds) if isinstance(seeds, Tensor) else None
+    _active.make = None if isinstance(seeds, Tensor) else seeds
     try:
         yield
     finally:
-        _seeded.source, _seeded.make = outer
+        _active.source, _active.make = outer
 
 
 @contextmanager
 def keyed(keys: Tensor | None) -> Iterator[None]:
     """Context manager: `new_seeds` depends on ``keys``, an integer per member, not on the number of members."""
-    outer, _seeded.keys = _seeded.keys, keys
+    outer, _active.keys = _active.keys, keys
     try:
         yield
     finally:
-        _seeded.keys = outer
+        _active.keys = outer
 
 
 def new_seeds(members: int) -> Tensor:
     """Return a seed for each member, from torch's generator and the keys of `keyed`, if any."""
-    keys = _seeded.keys
+    keys = _active.keys
     if keys is None:
         return torch.empty(members, dtype=torch.int64, device="cpu").random_()
     drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()

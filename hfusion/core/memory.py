@@ -45,6 +45,11 @@ def has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not is_wrapped(tensor)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes into ``tensor`` that autograd knows of; 0 for one that has no such number."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def same_values(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal in value, shape and dtype; NaN equals NaN."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:

@@ -56,11 +56,6 @@ class Capture:
     size_uses: tuple[Any, ...] = ()
     needs_strides: bool = False
 
-    @property
-    def open_dims(self) -> list[frozenset[int]]:
-        """Return the dynamic dims of each input."""
-        return input_dims(self.graph, self.slots)
-
 
 def writable(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
     """Return the names of the placeholders that a graph may write to."""

@@ -122,20 +122,16 @@ def _compile(name: str, content: bytes, compiler: Sequence[str], path: Path) -> 
             command = [*compiler, *_FLAGS, *extras, "-o", str(output), str(source), "-lm"]
             process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
             if process.returncode == 0 and (library := _load(content := output.read_bytes(), path)) is not None:
-                _keep(path, content)
+                try:
+                    write_sealed(path, content)
+                except OSError as error:
+                    warnings.warn(
+                        f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them "
+                        "again, unless XDG_CACHE_HOME names a folder that can be written",
+                        stacklevel=2,
+                    )
                 return library
     return f"{shlex.join(command)} failed: {process.stderr.strip()[-300:] or 'the library does not load'}"
-
-
-def _keep(path: Path, content: bytes) -> None:
-    try:
-        write_sealed(path, content)
-    except OSError as error:
-        warnings.warn(
-            f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them again, "
-            "unless XDG_CACHE_HOME names a folder that can be written",
-            stacklevel=2,
-        )
 
 
 def _load(content: bytes, path: Path) -> ctypes.CDLL | None:

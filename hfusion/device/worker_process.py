@@ -71,7 +71,9 @@ class WorkerProcess:
         self._process = context.Process(
             target=_serve, args=(worker_pipe, others, serve, os.getpid()), name=name, daemon=daemon
         )
-        with _no_warning_of_threads() if method == "fork" else _main_left_out():
+        # Python warns of forks in a process with threads, which `why_no_fork` has checked.
+        unwarned = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+        with unwarned if method == "fork" else _main_left_out():
             self._process.start()
         worker_pipe.close()
 
@@ -197,14 +199,6 @@ def why_no_fork(device: torch.device) -> str:
         if thread is not threading.current_thread() and busy:
             return f"thread {thread.name!r} may hold locks"
     return ""
-
-
-@contextmanager
-def _no_warning_of_threads() -> Iterator[None]:
-    """Context manager: no DeprecationWarning of forks in a process with threads, which `why_no_fork` has checked."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
 
 
 @contextmanager

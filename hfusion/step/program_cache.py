@@ -58,7 +58,7 @@ class BlockProgram:
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
         """Return whether the program is valid for the sizes of ``batch``."""
-        return self.guards.hold([tensor.shape for tensor in batch])
+        return self.guards([tensor.shape for tensor in batch])
 
 
 @dataclass(frozen=True)

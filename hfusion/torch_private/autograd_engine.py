@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,8 @@ def backward_gradients(total: Tensor, tensors: Sequence[Tensor]) -> list[Tensor 
     torch.autograd.grad lacks what the backward of a custom function adds to parameters by a backward() of its own.
     Reentrant checkpoints do this, and refuse torch.autograd.grad.
     """
-    accumulating = {*tensors, *_leaves(total)}
+    nodes = nodes_behind([total.grad_fn])
+    accumulating = {*tensors, *(node.variable for node in nodes if isinstance(node, AccumulateGrad))}
     outer_grads = [(tensor, tensor.grad) for tensor in accumulating if tensor.is_leaf]
     for tensor in accumulating:
         if tensor.is_leaf:
@@ -51,18 +52,15 @@ def backward_gradients(total: Tensor, tensors: Sequence[Tensor]) -> list[Tensor 
             tensor.grad = grad
 
 
-def _leaves(total: Tensor) -> set[Tensor]:
-    """Return the leaves that ``total`` depends on."""
-    waiting, visited, leaves = [total.grad_fn], set[Any](), set[Tensor]()
+def nodes_behind(nodes: Iterable[Any], last: type = AccumulateGrad) -> set[Any]:
+    """Return ``nodes`` of a graph and those that they depend on, but none behind a node of the class ``last``."""
+    waiting, visited = list(nodes), set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if isinstance(node, AccumulateGrad):
-            leaves.add(node.variable)
-        waiting += [source for source, _ in node.next_functions]
-    return leaves
+        if node is not None and node not in visited:
+            visited.add(node)
+            waiting += [] if isinstance(node, last) else [source for source, _ in node.next_functions]
+    return visited
 
 
 def backward_node(function: type[torch.autograd.Function]) -> type:
