@@ -611,8 +611,8 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
             for path, module in member.modules.items():
                 module.training = base[path]
         for module, held in before:
-            vars(module).clear()
-            vars(module).update(held)
+            module.__dict__.clear()
+            module.__dict__.update(held)
         if views.members:
             views.hear(fused)
 

@@ -220,7 +220,7 @@ class ProgramRun:
                 self._watch(sink, {result.grad_fn: [(mask, result.output_nr)]})
             elif isinstance(result, Listed):
                 self.took(result)
-        joined = backward_node(Join)
+        joined: Any = backward_node(Join)
         for sink, nodes in self._sinks:
             # Behind a joined result, other sinks are the ones that matter.
             for node in nodes_behind(nodes, joined):

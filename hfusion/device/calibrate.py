@@ -162,7 +162,7 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
     moving, moving_trouble = _cached_rates("moving", description, _MOVING, partial(_measure_moving, device, disk))
     if trouble or moving_trouble:
         warnings.warn(f"the rates of {device} are not kept: {trouble or moving_trouble}", stacklevel=3)
-    return Rates(**asdict(computing), **moving)
+    return Rates(**{**asdict(computing), **moving})
 
 
 _COMPUTING = ("flops", *_HALF, "memory", "calls")
