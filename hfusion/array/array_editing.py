@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -258,38 +257,34 @@ class Kin:
     Attributes:
         compiler: the compiler of ``fused`` for these members.
         contents: ``contents[b]`` is the fingerprint of member b without its tensors.
-        related: returns further arrays of the same models, such as the one whose members these are.
+        whole: the array whose members these are, if it is another one.
     """
 
     fused: FusedModule
     compiler: Compiler
     contents: tuple[Any, ...]
-    related: Callable[[], Iterable[FusedModule]] = tuple
+    whole: FusedModule | None = None
 
     def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
-        required, fused = set(self.contents), self.fused
+        required, fused, whole = set(self.contents), self.fused, self.whole
         earlier = [
             (contents, program)
             for contents, state in reversed(fused._states.items())
             if state.compiler is not self.compiler and (program := state.compiler.fitting(modes, arguments)) is not None
         ]
-        for contents, program in chain(earlier, self._of_related(modes, arguments)):
+        donors = list(earlier)
+        # The first entry numbers what an array's forward has read, in the order in which that array has met it.
+        if whole is not None and (own := whole._modes(arguments))[1:] == modes[1:]:
+            related = whole._compiler.fitting(own, arguments)
+            if related is not None and whole._situations.state == fused._situations.state:
+                donors.append((whole._array.contents, related))
+        for contents, program in donors:
             if required <= set(contents):
                 derived = of_rows(program, list(map(contents.index, self.contents)), self.compiler.subject)
                 trust(program, derived)
                 return derived
         filled = (self._filled(contents, program, modes, arguments) for contents, program in earlier)
         return next((program for program in filled if program is not None), None)
-
-    def _of_related(self, modes: Any, arguments: Arguments) -> Iterator[tuple[Sequence[Any], Compiled]]:
-        """Yield the programs of related arrays in the same modes, whose forward reads the same."""
-        for array in self.related():
-            # The first entry numbers what an array's forward has read, in the order in which that array has met it.
-            own = array._modes(arguments)
-            if own[1:] == modes[1:] and array._situations.state == self.fused._situations.state:
-                program = array._compiler.fitting(own, arguments)
-                if program is not None:
-                    yield array._array.contents, program
 
     def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
         """Return ``program`` with the numbers of members that differ from earlier ones; None if that is impossible."""

@@ -237,7 +237,7 @@ class GatheredRows:
         """Derive programs from those of the whole array, if there are any."""
         compiler: Compiler = self.array._compiler
         compiler.opens = self.whole._compiler.opens
-        compiler.kin = Kin(self.array, compiler, self.array._array.contents, lambda: [self.whole])
+        compiler.kin = Kin(self.array, compiler, self.array._array.contents, self.whole)
 
 
 def _array_of(fused: FusedModule, rows: Sequence[int]) -> Array:
