@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 # Maximum number of arrangements of members whose programs are cached; the least recently used is dropped first.
 MAX_STATES = 32
+# The numbers of states; 0 is that of a new array.
+_numbers = itertools.count(1)
 
 Source: TypeAlias = int | nn.Module
 """The source of a member: its former row, or a model that joins the array."""
@@ -135,11 +138,11 @@ def enter(fused: FusedModule, contents: Sequence[Any], array: Array) -> None:
         compiler = fused._new_compiler()
         compiler.opens = fused._compiler.opens
         compiler.kin = Kin(fused, compiler, after)
-        state = ArrayState(next(fused._numbers), array, compiler)
+        state = ArrayState(next(_numbers), array, compiler)
     # The most recently used state comes last.
     states[after] = ArrayState(state.number, array, state.compiler)
     while len(states) > MAX_STATES:
-        _drop(fused, states.pop(next(iter(states))).compiler)
+        del states[next(iter(states))]
     fused._enter(states[after])
 
 
@@ -160,11 +163,6 @@ def changed_tensors(fused: FusedModule) -> dict[str, Tensor]:
         return isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in written
 
     return {name: tensor for name, tensor in tensors(fused) if not is_frozen(name, tensor)}
-
-
-def _drop(fused: FusedModule, compiler: Compiler) -> None:
-    for compiled in (compiled for family in compiler.families.values() for compiled in family):
-        fused._bound.pop(id(compiled), None)
 
 
 # Rearrange the stacks of an array whose members leave, join or are overwritten.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import sys
 import warnings
@@ -71,12 +70,11 @@ class FusedModule(Tree):
         # The member and the key of the parameters of original models.
         self._origins = WeakIdKeyDictionary()
         self._states: dict[Any, ArrayState] = {}
-        self._numbers, self._number = itertools.count(1), 0
+        self._number = 0
         self._situations = Situations()
         self._has_warned = False
         self._compiler = self._new_compiler()
         self._views = Views()
-        self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         # By the kind of a call, why it has no program for padded batches; and whether batches were padded.
         self._refusals: dict[Any, str] = {}
         self._has_padded = False
@@ -150,14 +148,15 @@ class FusedModule(Tree):
             compiled = self._program(arguments)
         except NotCaptured as error:
             return self._uncaptured(arguments, error)
-        if id(compiled) not in self._bound:
-            self._bound[id(compiled)] = bind(compiled, self)
+        run = compiled.found.runs.get(self)
+        if run is None:
+            run = compiled.found.runs[self] = bind(compiled, self)
         try:
             if not compiled.found.check:
                 self._check_once(compiled, arguments)
             if in_transform() and (why := unserved(compiled)):
                 return self._transformed(compiled, arguments, why)
-            output = self._bound[id(compiled)](arguments.values)
+            output = run(arguments.values)
         except FailedCheck as error:
             # A member raises its own error. If none does, the caller of a submodule catches it.
             return self._uncaptured(arguments, NotCaptured(str(error)))
@@ -279,7 +278,6 @@ class FusedModule(Tree):
         if compiler.subject.device != target:
             compiler.subject = replace(compiler.subject, device=target)
             compiler.clear()
-            self._bound.clear()
 
     @property
     def stacks(self) -> dict[str, Tensor]:
@@ -500,7 +498,7 @@ class FusedModule(Tree):
 
     def _forget(self) -> None:
         """Drop all programs, as tensors of another dtype or device need new ones."""
-        caches: list[Any] = [*self._compilers(), self._bound, self._refusals, self._methods]
+        caches: list[Any] = [*self._compilers(), self._refusals, self._methods]
         for programs in caches:
             programs.clear()
 

@@ -214,16 +214,9 @@ class PerModel(PerMemberFunction):
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         arguments, state = Arguments.of((_all_stacked(outputs), *args), kwargs), self.state()
-        if not arguments.ragged:
-            return self._call(state, arguments)
-        check_ragged(_members(arguments), arguments)
-        return self._looped(arguments)
-
-    def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        """Compile the program for such a call without running it; `find_program` then returns it."""
-        self._program(self.state(), Arguments.of((_all_stacked(outputs), *args), kwargs))
-
-    def _call(self, state: Any, arguments: Arguments) -> Any:
+        if arguments.ragged:
+            check_ragged(_members(arguments), arguments)
+            return self._looped(arguments)
         calls, program = self._program(state, arguments)
         try:
             return program(arguments)
@@ -233,6 +226,10 @@ class PerModel(PerMemberFunction):
             calls.programs[state, arguments.key] = self._looped
             calls.loops[state, arguments.loose_key] = str(error)
             return losses
+
+    def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Compile the program for such a call without running it; `find_program` then returns it."""
+        self._program(self.state(), Arguments.of((_all_stacked(outputs), *args), kwargs))
 
     def _program(self, state: Any, arguments: Arguments) -> tuple[_Calls, Callable[[Arguments], Any]]:
         """Return the record of calls so far, and the callable that runs this call."""
@@ -380,7 +377,7 @@ def _members(arguments: Arguments) -> int:
 # Warnings about shapes that a loss broadcasts: those a single model would get, and one for unstacked targets.
 
 # ``stacklevel`` of the code that calls a `per_model` function.
-_DEPTH = 6
+_DEPTH = 5
 
 
 def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -74,10 +75,12 @@ class Findings:
     Attributes:
         check: the result of the self-check; empty before it.
         samples: the dims of samples of its outputs, or why it takes no padded batches; None if it was not asked.
+        runs: the program as a function, by array (see `bind`).
     """
 
     check: str = ""
     samples: tuple[int | None, ...] | str | None = None
+    runs: WeakKeyDictionary[nn.Module, Callable[[list[Any]], Any]] = field(default_factory=WeakKeyDictionary)
 
 
 @dataclass(frozen=True)
