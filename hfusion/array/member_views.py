@@ -12,7 +12,7 @@ import enum
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, filterfalse
+from itertools import chain, filterfalse, product
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -88,10 +88,6 @@ class MemberModule:
             if not all(is_own_hook(hook) for table in tables for hook in table.values()):
                 return name
         return ""
-
-    def skeleton(self) -> nn.Module:
-        """Return a copy without tensors, with modes, flags, attributes and hooks; see `hfusion.capture.skeleton`."""
-        return skeleton(self.row, self.model)
 
     def leave(self) -> None:
         """Become an independent module, with copies of the tensors, as the row is removed."""
@@ -382,7 +378,7 @@ class Views:
         if changed and not self._outdated:
             for row, content in changed.items():
                 if content not in added and content not in before:
-                    added[content] = _without_hooks(self.members[row].skeleton())
+                    added[content] = _without_hooks(skeleton(row, self.members[row].model))
             enter(fused, after, fused._array.of_contents(after, added))
 
     def _divide(self, fused: FusedModule) -> None:
@@ -430,7 +426,7 @@ class Views:
         before, new_rows, self.members = self.members, find_new_rows(sources), {}
         copied = [(row, source) for row, source in enumerate(sources) if source in before and new_rows[source] != row]
         # A copy of a member has its modes.
-        likes = {row: _without_hooks(before[source].skeleton()) for row, source in copied}
+        likes = {row: _without_hooks(skeleton(source, before[source].model)) for row, source in copied}
         for row, member in before.items():
             if row in new_rows:
                 member.row = new_rows[row]
@@ -479,7 +475,7 @@ def differing_members(views: Views, fused: FusedModule) -> dict[int, nn.Module]:
     """
     base, trained = fused.training_by_path(), {name: stack.requires_grad for name, stack in fused.stacks.items()}
     return {
-        row: member.skeleton()
+        row: skeleton(row, member.model)
         for row, member in views.members.items()
         if member.hooked
         or any(base[path] != mode for path, mode in member.training.items())
@@ -501,7 +497,7 @@ def unfused(fused: FusedModule) -> list[nn.Module]:
         if member is None:
             models.append(fused._around(row, rows))
             continue
-        models.append(materialize(member.skeleton(), rows, member.training))
+        models.append(materialize(skeleton(row, member.model), rows, member.training))
         trained = member.trained
         for name, parameter in models[-1].named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
@@ -563,8 +559,13 @@ def switch_mode(fused: FusedModule, path: str, set_mode: Callable[[nn.Module], o
     shared = {name: stack for name, stack in fused.stacks.items() if name in fused._array.comparison.shared}
     try:
         for index, member in enumerate(members):
-            for module in member.get_submodule(path).modules():
-                _check_bound(index, module)
+            for module, name in product(member.get_submodule(path).modules(), ("train", "eval")):
+                method = vars(module).get(name)
+                if method is not None and not (isinstance(method, types.MethodType) and method.__self__ is module):
+                    raise FusionError(
+                        f"model {index}: {name} of {type(module).__name__} was set to {method}, which does not work on "
+                        "copies of the module. Define it in the class, or set types.MethodType(function, module)."
+                    )
             with _Unwritten(index, shared):
                 set_mode(member.get_submodule(path))
         fused._split()
@@ -615,17 +616,6 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
             module.__dict__.update(held)
         if views.members:
             views.hear(fused)
-
-
-def _check_bound(index: int, module: nn.Module) -> None:
-    """Raise a FusionError if train or eval was set on the instance and is not bound to it, so cannot be copied."""
-    for name in ("train", "eval"):
-        method = vars(module).get(name)
-        if method is not None and not (isinstance(method, types.MethodType) and method.__self__ is module):
-            raise FusionError(
-                f"model {index}: {name} of {type(module).__name__} was set to {method}, which does not work on copies "
-                "of the module. Define it in the class, or set types.MethodType(function, module)."
-            )
 
 
 class _Unwritten(TorchDispatchMode):

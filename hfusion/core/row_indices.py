@@ -103,13 +103,9 @@ _LARGE_ROW = 1 << 16
 
 def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
     """Copy rows ``(index, source)`` within a stack, as if all were read before one is written."""
-    if len(changed) == 1:
-        # Making tensors of indices would take longer than copying one row.
-        ((index, source),) = changed
-        stack[index].copy_(stack[source])
-        return
     indices, origins = zip(*changed, strict=True)
-    if stack[0].numel() * stack.element_size() < _LARGE_ROW:
+    # Making tensors of indices would take longer than copying one row.
+    if len(changed) > 1 and stack[0].numel() * stack.element_size() < _LARGE_ROW:
         target_rows = torch.tensor(indices, device=stack.device)
         stack.index_copy_(0, target_rows, stack[torch.tensor(origins, device=stack.device)])
         return
