@@ -95,11 +95,11 @@ class Tree(nn.Module):
     def _check_replacement(self, name: str, tensor: Any) -> None:
         """Raise a FusionError if ``tensor`` cannot replace the tensor called ``name``."""
         before = self._parameters.get(name, self._buffers.get(name))
-        shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (before, tensor)]
+        shapes = [f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else str(x) for x in (before, tensor)]
         if shapes[0] != shapes[1]:
             raise FusionError(
-                f"{name} of a fused {self._original} is {_describe_shape(shapes[0])}, as what it computes was "
-                f"captured, and cannot become {_describe_shape(shapes[1])}; do so on the models of unfuse(), and fuse "
+                f"{name} of a fused {self._original} is {shapes[0]}, as what it computes was "
+                f"captured, and cannot become {shapes[1]}; do so on the models of unfuse(), and fuse "
                 "them again"
             )
         if tensor is not before and (ties := self._ties(name)):
@@ -263,10 +263,6 @@ class Branch(Tree):
     register_full_backward_hook = register_forward_hook
     register_full_backward_pre_hook = register_forward_hook
     register_backward_hook = register_forward_hook
-
-
-def _describe_shape(shape: Any) -> str:
-    return f"of shape {shape}" if isinstance(shape, tuple) else str(shape)
 
 
 def _added(name: str, tree: Tree) -> FusionError:

@@ -383,9 +383,9 @@ _DEPTH = 5
 def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:
     """Warn if an argument has shape ``[B, *S]`` and a member's output ``S``: every member sees the whole argument."""
     outputs = _outputs(arguments)
-    for leaf in _plain(arguments):
+    for leaf in _unstacked(arguments, members):
         shape = tuple(leaf.shape)
-        if shape[:1] == (members,) and shape[1:] in outputs and shape not in outputs:
+        if shape[1:] in outputs and shape not in outputs:
             warnings.warn(
                 f"an argument of {name} has shape {list(shape)}, a member's output {list(shape[1:])}, and every one of "
                 f"the {members} members is given the whole argument; if it holds one target for each, give "
@@ -411,8 +411,8 @@ def hinting(leaves: Iterable[Tensor], members: int) -> Iterator[None]:
 def _unstacked(arguments: Arguments, members: int) -> Iterator[Tensor]:
     """Yield the arguments with a row for each member that has the leading sizes of a member's output."""
     outputs = _outputs(arguments)
-    for leaf in _plain(arguments):
-        shape = tuple(leaf.shape)
+    for leaf in arguments.leaves:
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
         if shape[:1] == (members,) and any(output[: len(shape) - 1] == shape[1:] for output in outputs):
             yield leaf
 
@@ -423,10 +423,6 @@ def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:
     firsts = {tuple(leaf.shape) for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, Tensor)}
     shapes = {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
     return shapes if () in firsts else shapes - {()}
-
-
-def _plain(arguments: Arguments) -> list[Tensor]:
-    return [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
 
 
 def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
