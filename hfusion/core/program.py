@@ -98,16 +98,13 @@ class Program:
 
     def __str__(self) -> str:
         mode = "train" if self.training else "eval"
-        lines = [f"program {self.name}  B={self.members}  {mode}"]
         # Parameters and buffers are under their keys, all else is under the names of the member's nodes.
         names = {node: node.name for node in self.module.graph.nodes}
         slots = zip(self.module.graph.find_nodes(op="placeholder"), self.slots, strict=True)
         names |= {node: slot.name for node, slot in slots if slot.kind is not Kind.INPUT}
-        lines += _table([_row(node, names, self.members) for node in self.module.graph.nodes if node.op != "output"])
-        (outputs,) = next(node for node in self.module.graph.nodes if node.op == "output").args
-        lines.append(f"  return {_argument(outputs, names)}")
-        lines.append(f"  {self.copies} copies between layouts")
-        return "\n".join(lines)
+        title = f"program {self.name}  B={self.members}  {mode}"
+        text = _described(title, self.module.graph, names, lambda node: _row(node, names, self.members))
+        return f"{text}\n  {self.copies} copies between layouts"
 
     @property
     def copies(self) -> int:
@@ -153,8 +150,12 @@ def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, s
     return names[node], shape, where, f"{operator}({arguments})", f"{text}  # {line}" if line else text
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"  {line}" for line in aligned(rows, left=len(rows[0]))] if rows else []
+def _described(title: str, graph: fx.Graph, names: dict[fx.Node, str], row: Callable[[fx.Node], Sequence[str]]) -> str:
+    """Print a graph: a ``row`` of cells for each call, and the results."""
+    rows = [row(node) for node in graph.nodes if node.op != "output"]
+    lines = [title, *(f"  {line}" for line in (aligned(rows, left=len(rows[0])) if rows else ()))]
+    (outputs,) = next(node for node in graph.nodes if node.op == "output").args
+    return "\n".join([*lines, f"  return {_argument(outputs, names)}"])
 
 
 def describe_graph(title: str, module: fx.GraphModule | fx.Graph, members: int = 0) -> str:
@@ -164,9 +165,7 @@ def describe_graph(title: str, module: fx.GraphModule | fx.Graph, members: int =
     """
     graph = module.graph if isinstance(module, fx.GraphModule) else module
     names = {node: node.name for node in graph.nodes}
-    lines = [title, *_table([_call_row(node, names, members) for node in graph.nodes if node.op != "output"])]
-    (outputs,) = next(node for node in graph.nodes if node.op == "output").args
-    lines.append(f"  return {_argument(outputs, names)}")
+    lines = [_described(title, graph, names, lambda node: _call_row(node, names, members))]
     inner = module.named_modules() if isinstance(module, fx.GraphModule) else ()
     lines += [describe_graph(name, part, members) for name, part in inner if name and isinstance(part, fx.GraphModule)]
     return "\n".join(lines)
