@@ -10,15 +10,11 @@ from typing import Any
 import torch
 
 
-def _worker(question: str) -> Callable[[], Any]:
-    """Return a function that calls ``torch.distributed.<question>()``, or returns None without a process group."""
-
-    def ask() -> Any:
-        distributed = torch.distributed
-        ready = distributed.is_available() and distributed.is_initialized()
-        return getattr(distributed, question)() if ready else None
-
-    return ask
+def _workers() -> tuple[int, int] | None:
+    """Return the rank of this process and the number of processes; None without a process group."""
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if ready else None
 
 
 def _backends(*settings: str) -> Callable[[], Any]:
@@ -53,7 +49,7 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
         ("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
         lambda: tuple(map(torch.get_autocast_dtype, ("cpu", "cuda", "xpu", "mps"))),
     ),
-    **{name: _worker(name) for name in ("is_initialized", "get_rank", "get_world_size")},
+    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size"), _workers),
     "benchmark": _backends("cudnn.benchmark"),
     "deterministic": _backends("cudnn.deterministic", "mkldnn.deterministic"),
     "allow_tf32": _backends("cuda.matmul.allow_tf32", "cudnn.allow_tf32"),

@@ -47,20 +47,13 @@ def lasts() -> bool:
     return False
 
 
-def _home() -> Path:
-    """Return the user's home folder. Raises RuntimeError or KeyError if there is none.
-
-    If HOME is empty, the folder is read from the user database; Python would return ``/``.
-    """
-    if _HAS_OWNERS and os.environ.get("HOME") == "":
-        return Path(import_module("pwd").getpwuid(os.getuid()).pw_dir)
-    return Path.home()
-
-
 def _preferred_folder() -> Path | None:
     """Return the preferred cache folder, or None. Relative paths are ignored, as the XDG specification requires."""
     try:
-        default = _home() / ".cache"
+        # With an empty HOME, Python would return ``/``.
+        is_empty = _HAS_OWNERS and os.environ.get("HOME") == ""
+        home = Path(import_module("pwd").getpwuid(os.getuid()).pw_dir) if is_empty else Path.home()
+        default = home / ".cache"
     except (RuntimeError, KeyError):
         default = Path()
     bases = (Path(os.environ.get("XDG_CACHE_HOME", "")), default)
@@ -76,26 +69,15 @@ def _usable(folder: Path | None) -> Path:
             return folder
         except OSError as error:
             trouble = f"{folder}: {error.strerror}"
-    private = _private()
+    private, process = run_folder(), os.getpid()
+    # A forked child that exits must not remove the folder of its parent.
+    atexit.register(lambda: private.remove() if os.getpid() == process else None)
     warnings.warn(
         f"no cache folder can be used ({trouble}): what is kept there, such as compiled kernels, is made again by each "
         "process; let XDG_CACHE_HOME name a folder of your own that can be written",
         stacklevel=2,
     )
-    return private
-
-
-@cache
-def _private() -> Path:
-    folder, process = run_folder(), os.getpid()
-
-    def remove() -> None:
-        # A forked child that exits must not remove the folder of its parent.
-        if os.getpid() == process:
-            folder.remove()
-
-    atexit.register(remove)
-    return folder.path
+    return private.path
 
 
 def _make(folder: Path) -> None:
