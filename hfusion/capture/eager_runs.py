@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import same_value
-from hfusion.core.memory import norm, relative_difference
+from hfusion.core.memory import norm, relative_difference, tensors_in
 from hfusion.core.program import Capture, Kind
 from hfusion.core.tree import know_dataclasses
 from hfusion.device.backend import draws_kept, python_draws_kept, seed_in_use
@@ -28,24 +28,17 @@ from hfusion.torch_private.replaced_functions import silence_tracers
 
 # Relative tolerances: a graph has the operators of the code, so rounding hardly differs. Gradients: times `GRADIENTS`.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+ALIKE |= {torch.complex128: 1e-9, torch.complex64: 1e-3}
 GRADIENTS = 10.0
+# What the names of gradients in an outcome begin with.
+GRADIENT = "gradient of "
 # A seed that no forward is likely to set itself.
 SEED = 7_150_342_987
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a run.
-
-    Attributes:
-        outputs: the flat outputs, detached.
-        values: gradients, flags, and the tensors after the call and after backward, by name.
-        failed: the error of backward; empty if there was none.
-    """
-
-    outputs: tuple[Any, ...]
-    values: dict[str, Tensor]
-    failed: str = ""
+# The outcome of a run, by name: outputs, gradients, flags, the tensors after the call and after backward, and the error
+# of backward if there was one.
+Outcome: TypeAlias = dict[str, Any]
 
 
 def runnable(module: nn.Module) -> bool:
@@ -54,14 +47,22 @@ def runnable(module: nn.Module) -> bool:
     return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """Return a copy with copied tensors. Raises FusionError if the module cannot be copied."""
+def twin(module: nn.Module, memo: dict[int, Any] | None = None, label: str = "") -> nn.Module:
+    """Return a copy with copied tensors.
+
+    Args:
+        memo: copies to take for some objects, by id.
+        label: what to call the module in a message.
+
+    Raises:
+        FusionError: the module cannot be copied.
+    """
     try:
-        return module_copy(module)
+        return module_copy(module, memo)
     except Exception as error:
         raise FusionError(
-            f"{type(module).__name__} cannot be deep-copied ({type(error).__name__}: {error}); keep only tensors that "
-            "are leaves, and plain Python values, as attributes"
+            f"{label or type(module).__name__} cannot be deep-copied ({type(error).__name__}: {error}); keep only "
+            "tensors that are leaves, and plain Python values, as attributes"
         ) from error
 
 
@@ -78,32 +79,22 @@ def run(
     kwargs: Mapping[str, Any],
     watch: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext,
     copy_of: nn.Module | None = None,
+    gradients: bool = True,
 ) -> Outcome:
     """Call ``module`` on copies of the arguments, and run backward. Random states are restored afterwards.
 
     Args:
         watch: called with the tensors among the copied arguments; ``module`` is called in the context that it returns.
         copy_of: the original of the copy ``module``. The outcome refers to its tensors where the copy has equal ones.
+        gradients: False to run under torch.no_grad.
     """
     args, kwargs = copies((args, dict(kwargs)))
-    leaves = _leaves(dict(module.named_parameters()), (args, kwargs))
-    with apart(module), watch([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
-        return _called(module, args, kwargs, leaves, {} if copy_of is None else dict(tensors(copy_of)))
-
-
-def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """Return the same as `run`, under torch.no_grad."""
-    args, kwargs = copies((args, dict(kwargs)))
-    with apart(module), torch.no_grad():
-        return _called(module, args, kwargs, {}, {})
-
-
-def _called(
-    module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor], before: Mapping[str, Tensor]
-) -> Outcome:
-    result = call_on_copies(module, args, kwargs)
-    know_dataclasses(result)
-    return _outcome(pytree.tree_leaves(result), leaves, dict(tensors(module)), before)
+    leaves = _leaves(dict(module.named_parameters()), (args, kwargs)) if gradients else {}
+    with apart(module), torch.set_grad_enabled(gradients), watch(tensors_in((args, kwargs))):
+        result = call_on_copies(module, args, kwargs)
+        know_dataclasses(result)
+        before = {} if copy_of is None else dict(tensors(copy_of))
+        return _outcome(pytree.tree_leaves(result), leaves, dict(tensors(module)), before)
 
 
 def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -129,7 +120,7 @@ def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwarg
     before = dict(tensors(module))
     written = {id(before[name]) for name in written_slots(captured.graph, captured.slots) if name in before}
     # A tensor that is registered under two names is one leaf.
-    leaf_of = {id(tensor): _own_leaf(tensor, copied=id(tensor) in written) for tensor in before.values()}
+    leaf_of = {id(tensor): own_leaf(tensor, copied=id(tensor) in written) for tensor in before.values()}
     registered = {name: leaf_of[id(tensor)] for name, tensor in before.items()}
     leaves = _leaves({name: registered[name] for name, _ in module.named_parameters()}, (args, kwargs))
     inputs = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
@@ -140,7 +131,7 @@ def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwarg
         return _outcome(list(outputs), leaves, registered, before)
 
 
-def _own_leaf(tensor: Tensor, *, copied: bool) -> Tensor:
+def own_leaf(tensor: Tensor, *, copied: bool) -> Tensor:
     """Return a new leaf with the values of a parameter or buffer. Parameters share memory unless ``copied``."""
     values = tensor.detach().clone() if copied or not isinstance(tensor, nn.Parameter) else tensor.detach()
     if not isinstance(tensor, nn.Parameter):
@@ -188,48 +179,43 @@ def _outcome(
     before: Mapping[str, Tensor],
 ) -> Outcome:
     grads_before = {name: tensor.grad for name, tensor in before.items() if tensor.is_leaf}
-    values = {f"{name} afterwards": _snapshot(tensor, before.get(name)) for name, tensor in registered.items()}
-    values |= {f".grad of {n}": _snapshot(t.grad, grads_before.get(n)) for n, t in leaves.items() if t.grad is not None}
-    copied = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
-    flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad, device="cpu") for k, o in _tensors(outputs)}
+    outcome: Outcome = {
+        f"output {k}": o.detach().clone() if isinstance(o, Tensor) else o for k, o in enumerate(outputs)
+    }
+    outcome |= {f"{name} afterwards": _snapshot(tensor, before.get(name)) for name, tensor in registered.items()}
+    outcome |= {
+        f".grad of {n}": _snapshot(t.grad, grads_before.get(n)) for n, t in leaves.items() if t.grad is not None
+    }
+    given = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor)}
     # A buffer that forward makes require a gradient gets one that nothing reads.
     compared = {name: t for name, t in registered.items() if isinstance(t, nn.Parameter) or not t.is_leaf}
-    flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad, device="cpu") for name, t in compared.items()}
-    parts = [fixed_projection(o) for _, o in _tensors(outputs) if o.requires_grad]
+    outcome |= {f"requires_grad of {name}": t.requires_grad for name, t in {**given, **compared}.items()}
+    parts = [fixed_projection(o) for o in given.values() if o.requires_grad]
     if not parts or not leaves:
-        return Outcome(copied, values | flags)
-    total = torch.stack([part.double().cpu() for part in parts]).sum()
+        return outcome
     versions = {name: tensor._version for name, tensor in registered.items()}
     try:
-        grads = backward_gradients(total, list(leaves.values()))
+        outcome |= gradients_of(parts, leaves)
     except RuntimeError as error:
-        return Outcome(copied, values | flags, str(error).partition("\n")[0])
-    gradients = {
-        f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None
-    }
+        return outcome | {"backward": str(error).partition("\n")[0]}
     # torch.utils.checkpoint runs forward again in backward, which may write.
-    written = {
-        f"{name} after backward": tensor.detach().clone()
-        for name, tensor in registered.items()
-        if tensor._version != versions[name]
-    }
-    return Outcome(copied, values | flags | gradients | written)
+    written = {name: tensor for name, tensor in registered.items() if tensor._version != versions[name]}
+    return outcome | {f"{name} after backward": tensor.detach().clone() for name, tensor in written.items()}
+
+
+def gradients_of(parts: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Outcome:
+    """Return the gradients of the sum of ``parts`` by ``leaves``, by name."""
+    total = torch.stack([part.cpu().double() for part in parts]).sum()
+    grads = backward_gradients(total, list(leaves.values()))
+    return {f"{GRADIENT}{name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None}
 
 
 def _snapshot(tensor: Tensor, before: Tensor | None) -> Tensor:
     """Return the values of ``tensor``: ``before`` itself if it is equal, to save a copy, else a copy."""
-    if before is None or _kind(tensor) != _kind(before) or tensor.layout is not torch.strided:
+    if before is None or tensor.layout is not torch.strided:
         return tensor.detach().clone()
-    return before if torch.equal(tensor, before) else tensor.detach().clone()
-
-
-def _kind(tensor: Tensor) -> tuple[torch.layout, torch.dtype, torch.device]:
-    """Return the properties that must be equal before two tensors can be compared."""
-    return tensor.layout, tensor.dtype, tensor.device
-
-
-def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
-    return [(k, output) for k, output in enumerate(outputs) if isinstance(output, Tensor)]
+    alike = (tensor.layout, tensor.dtype, tensor.device) == (before.layout, before.dtype, before.device)
+    return before if alike and torch.equal(tensor, before) else tensor.detach().clone()
 
 
 def fixed_projection(output: Tensor, *, stacked: bool = False) -> Tensor:
@@ -243,35 +229,44 @@ def fixed_projection(output: Tensor, *, stacked: bool = False) -> Tensor:
 
 def difference(outcome: Outcome, expected: Outcome, limits: Mapping[torch.dtype, float]) -> str | None:
     """Return the first value in which two outcomes differ by more than ``limits``, by name; None if there is none."""
-    if len(outcome.outputs) != len(expected.outputs):
-        return "the number of outputs"
-    for k, (a, b) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
-        if isinstance(a, Tensor) != isinstance(b, Tensor) or not _alike(a, b, limits, 0.0, 1.0):
-            return f"output {k}"
-    floor = 1e-4 * max((norm(t) for n, t in expected.values.items() if n.startswith("gradient of ")), default=0.0)
-    for name in {**expected.values, **outcome.values}:
-        a, b = outcome.values.get(name), expected.values.get(name)
-        gradient = name.startswith("gradient of ")
-        if gradient and (a is None or b is None):
+    return next((name for name, _ in excesses(outcome, expected, limits)), None)
+
+
+def excesses(outcome: Outcome, expected: Outcome, limits: Mapping[torch.dtype, float]) -> Iterator[tuple[str, float]]:
+    """Yield the `differences` of two outcomes that are larger than ``limits``; those of gradients may be larger."""
+    for name, gap in differences(outcome, expected):
+        dtype: Any = getattr(expected.get(name, outcome.get(name)), "dtype", None)
+        if gap > (GRADIENTS if name.startswith(GRADIENT) else 1.0) * limits.get(dtype, 1e-2):
+            yield name, gap
+
+
+def differences(outcome: Outcome, expected: Outcome) -> Iterator[tuple[str, float]]:
+    """Yield the relative difference of each value of two outcomes, by name; infinity where one cannot be computed.
+
+    A gradient that is missing counts as zero, and so does one that is far smaller than the others, like that of a bias
+    before a BatchNorm.
+    """
+    gradients = [tensor for name, tensor in expected.items() if name.startswith(GRADIENT)]
+    floor = 1e-4 * max(map(norm, gradients), default=0.0)
+    for name in {**expected, **outcome}:
+        a, b = outcome.get(name), expected.get(name)
+        if name.startswith(GRADIENT):
             a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)  # type: ignore[arg-type]
-        if a is None or b is None or not _alike(a, b, limits, floor, GRADIENTS if gradient else 1.0):
-            return name
-    return "backward" if outcome.failed != expected.failed else None
+        yield name, _difference(a, b, floor if name.startswith(GRADIENT) else 0.0)
+
+
+def _difference(a: Any, b: Any, floor: float) -> float:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return 0.0 if same_value(a, b) else math.inf
+    if a is b:
+        return 0.0
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return math.inf
+    a, b = _dense(a), _dense(b)
+    if not (a.is_floating_point() or a.is_complex()):
+        return 0.0 if torch.equal(a, b) else math.inf
+    return relative_difference(a, b, max(floor, torch.finfo(b.dtype).eps))
 
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, looser: float) -> bool:
-    if not isinstance(a, Tensor):
-        return same_value(a, b)
-    if a is b:
-        return True
-    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
-        return False
-    a, b = _dense(a), _dense(b)
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    limit = limits.get(a.dtype, limits[torch.float64])
-    return not relative_difference(a, b, floor) > looser * limit

@@ -11,11 +11,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_fingerprint import contents, results
-from hfusion.capture.eager_runs import ALIKE, Outcome, changed_modes, difference, run, run_without_gradients, twin
+from hfusion.capture.eager_runs import (
+    ALIKE,
+    GRADIENT,
+    Outcome,
+    changed_modes,
+    difference,
+    run,
+    twin,
+)
 from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import CODE, check_restorable, restored, variables
 from hfusion.capture.reachable_code import CodeSearch, search_of
-from hfusion.capture.registered_tensors import Registered, check_registered, tensors
+from hfusion.capture.registered_tensors import check_registered, tensors
 from hfusion.capture.skeleton import is_restrided
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.memory import same_values
@@ -52,24 +60,17 @@ class Observation:
     variables: tuple[str, ...]
     search: CodeSearch
 
-    @property
-    def call(self) -> Any:
-        """The arguments, positional and by name."""
-        return self.args, self.kwargs
-
     def __str__(self) -> str:
-        gradients = [
-            name.removeprefix("gradient of ") for name in self.outcome.values if name.startswith("gradient of ")
-        ]
-        after = self.outcome.values
+        after = self.outcome
+        gradients = [name.removeprefix(GRADIENT) for name in after if name.startswith(GRADIENT)]
         written = [n for n, t in tensors(self.module) if not same_values(after.get(f"{n} afterwards", t), t)]
         held = ((f"{holder.title}{name}", holder.read(name)) for holder in self.search.holders for name in holder.names)
         sections = {
             "inputs": map(_described, pytree.tree_leaves((self.args, dict(self.kwargs)))),
             "reads": sorted(name for name, value in held if not isinstance(value, CODE)),
             "writes": (*written, *self.attributes, *self.variables, *(f"{path}.training" for path in self.modes)),
-            "outputs": map(_described, self.outcome.outputs),
-            "gradients": gradients or [self.outcome.failed or "none"],
+            "outputs": [_described(value) for name, value in after.items() if name.startswith("output ")],
+            "gradients": gradients or [after.get("backward", "none")],
         }
         lines = [f"one run of {type(self.module).__name__} in {'train' if self.module.training else 'eval'} mode"]
         for title, entries in sections.items():
@@ -87,7 +88,7 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     search = search_of([module])
     with restored(module, search):
         called = twin(module)
-        before, around, registered = contents(called), variables(search), Registered.of(called)
+        before, around, registered = contents(called), variables(search), dict(tensors(called))
         outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs), search.all_names), copy_of=module)
         _check_gradients(module, called)
         check_registered(module, registered, called)
@@ -149,7 +150,7 @@ def gradient_dependence(observed: Observation) -> str:
     Forward may read torch.is_grad_enabled() or requires_grad of its values, and a graph holds only one answer.
     """
     try:
-        without = run_without_gradients(twin(observed.module), *observed.call)
+        without = run(twin(observed.module), observed.args, observed.kwargs, gradients=False)
     except Exception:
         # Forward needs gradients, for example for torch.autograd.grad: nothing to compare.
         return ""
@@ -164,8 +165,11 @@ def gradient_dependence(observed: Observation) -> str:
 
 def tensors_of(outcome: Outcome) -> Outcome:
     """Return the tensors that forward returns and leaves in the module, without gradients."""
-    outputs = tuple(output for output in outcome.outputs if isinstance(output, Tensor))
-    return Outcome(outputs, {name: value for name, value in outcome.values.items() if name.endswith(" afterwards")})
+    return {
+        name: value
+        for name, value in outcome.items()
+        if isinstance(value, Tensor) and (name.startswith("output ") or name.endswith(" afterwards"))
+    }
 
 
 def _watch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,20 +78,6 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
                 yield key, other_key
 
 
-@dataclass(frozen=True)
-class Registered:
-    """The parameters and buffers of a member before a call, and which of them are one tensor or share memory."""
-
-    named: dict[str, Tensor]
-    ties: dict[str, str]
-    shared: frozenset[tuple[str, str]]
-
-    @staticmethod
-    def of(member: nn.Module) -> Registered:
-        named = dict(tensors(member))
-        return Registered(named, ties(named), _shared_memory(named))
-
-
 def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
     """Return each name, in a pair after the first name with the same storage, which may be itself."""
     first: dict[int, str] = {}
@@ -100,40 +85,41 @@ def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
     return frozenset((first.setdefault(address, name), name) for name, address in addresses.items() if address)
 
 
-def check_registered(module: nn.Module, before: Registered, member: nn.Module) -> None:
-    """Raise FusionError for changes of tensors by forward that a stack cannot represent."""
+def check_registered(module: nn.Module, before: Mapping[str, Tensor], member: nn.Module) -> None:
+    """Raise FusionError for changes of tensors by forward that a stack cannot represent.
+
+    Args:
+        module: the original of ``member``, as it was before the call.
+        before, member: the tensors of the copy before the call, and the copy after it.
+    """
     named, originals = dict(tensors(member)), dict(tensors(module))
-    for name in {**named, **before.named}:
-        if name not in named or name not in before.named:
+    for name in {**named, **before}:
+        if name not in named or name not in before:
             verb = "registers" if name in named else "takes away"
             raise FusionError(
                 f"forward {verb} the tensor {name}; call each model once before fusing (where a function makes the "
                 "models, in that function), or let __init__ do so, or keep a table as an attribute"
             )
-        old, new = before.named[name], named[name]
+        new = named[name]
         for flag in ("shape", "dtype", "device", "requires_grad"):
             a, b = getattr(originals[name], flag), getattr(new, flag)
-            if a != b and not (flag == "requires_grad" and not isinstance(old, nn.Parameter)):
+            if a != b and not (flag == "requires_grad" and not isinstance(before[name], nn.Parameter)):
                 raise FusionError(
                     f"forward changes {flag} of {name} from {a} to {b}, where an array has one stack for all calls; "
                     "call each model once before fusing, or keep a table that grows as an attribute, not as a buffer"
                 )
-    _check_ties(before, ties(named))
-    for first, second in _shared_memory(named) - before.shared:
-        if first != second:
-            raise FusionError(f"forward makes {first} and {second} share memory; assign a clone() to one of them")
-    for name, _ in module.named_parameters():
-        if named[name] is not before.named[name]:
-            raise FusionError(
-                f"forward makes {name} another parameter, which no optimizer knows; write into it under torch.no_grad()"
-            )
-
-
-def _check_ties(before: Registered, current_ties: Mapping[str, str]) -> None:
-    """Raise FusionError if a tensor with several names, for which an array has one stack, has become two."""
-    for name, first in before.ties.items():
+    current_ties = ties(named)
+    for name, first in ties(before).items():
         if current_ties.get(name) != first:
             raise FusionError(
                 f"{first} and {name} are one tensor, and forward makes them two by assigning one of them; write "
                 "into it, or untie them before fusing: assign a clone(), or call the models once"
+            )
+    for first, second in _shared_memory(named) - _shared_memory(originals):
+        if first != second:
+            raise FusionError(f"forward makes {first} and {second} share memory; assign a clone() to one of them")
+    for name, _ in module.named_parameters():
+        if named[name] is not before[name]:
+            raise FusionError(
+                f"forward makes {name} another parameter, which no optimizer knows; write into it under torch.no_grad()"
             )

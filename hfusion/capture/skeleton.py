@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils import dlpack
 
 from hfusion.capture.attribute_fingerprint import copied_result, results
+from hfusion.capture.eager_runs import twin
 from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import module_copy
-from hfusion.core.errors import FusionError
 from hfusion.core.membership import TAKE_BEFORE, check_whole_stack
 from hfusion.device.backend import backend
 
@@ -32,13 +32,7 @@ def skeleton(index: int, model: nn.Module) -> nn.Module:
     memo |= {id(vars(part).get(name)): None for part in model.modules() for name in recomputed(part)}
     # A copy would be closed over modules of the model all the same.
     memo |= {id(value): value for part in model.modules() for value in vars(part).values() if is_recipe(value)}
-    try:
-        return module_copy(model, memo)
-    except Exception as error:
-        raise FusionError(
-            f"model {index} ({type(model).__name__}) cannot be deep-copied ({type(error).__name__}: {error}); "
-            "keep only tensors that are leaves, and plain Python values, as attributes"
-        ) from error
+    return twin(model, memo, f"model {index} ({type(model).__name__})")
 
 
 def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:

@@ -12,45 +12,15 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.core.errors import FusionError
+from hfusion.ops.random import ELEMENTWISE, FACTORIES
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 
 aten = torch.ops.aten
 
-# Operators whose whole result is drawn.
-_DRAWN = frozenset(
-    {
-        aten.rand,
-        aten.rand_like,
-        aten.randn,
-        aten.randn_like,
-        aten.randint,
-        aten.randint_like,
-        aten.randperm,
-        aten.bernoulli,
-        aten.bernoulli_,
-        aten.uniform,
-        aten.uniform_,
-        aten.normal,
-        aten.normal_,
-        aten.normal_functional,
-        aten.exponential,
-        aten.exponential_,
-        aten.geometric,
-        aten.geometric_,
-        aten.cauchy,
-        aten.cauchy_,
-        aten.log_normal,
-        aten.log_normal_,
-        aten.random,
-        aten.random_,
-        aten.multinomial,
-        aten.poisson,
-        aten.binomial,
-        aten._standard_gamma,
-        aten._sample_dirichlet,
-    }
-)
+# Operators whose whole result is drawn, by name; in place they have the same name, and an underscore.
+_DRAWN = {target.overloadpacket.__name__ for target in (*ELEMENTWISE, *FACTORIES)}
+_DRAWN |= {"randperm", "multinomial", "_standard_gamma", "_sample_dirichlet"}
 _RRELU = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default)
 
 
@@ -132,7 +102,7 @@ class _Replaced(TorchDispatchMode):
             return _native_dropout(func, row, arguments["input"], arguments["p"])
         if func in _RRELU:
             return _rrelu(func, row, arguments["self"], arguments["noise"])
-        if func.overloadpacket not in _DRAWN:
+        if func.overloadpacket.__name__.removesuffix("_") not in _DRAWN:
             raise Unmatched(f"a member's {func} draws what cannot be given to it")
         return _overwritten(func, row, args, kwargs)
 

@@ -10,48 +10,59 @@ rounding is measured instead: the members run with parameters moved by one round
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.eager_runs import fixed_projection
+from hfusion.capture.eager_runs import (
+    GRADIENT,
+    Outcome,
+    differences,
+    excesses,
+    fixed_projection,
+    gradients_of,
+    own_leaf,
+)
 from hfusion.capture.export_context import without_trace
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.python_reads import EXACT_CLASS
 from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.arguments import Arguments, map_leaf
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
-from hfusion.core import memory
 from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.copies import copies_in_like_memory, fills_stretch
 from hfusion.core.errors import FusionError
-from hfusion.core.layout import Layout, same_value, values_of
+from hfusion.core.guards import open_dims
+from hfusion.core.layout import Layout, Listed
 from hfusion.core.member_random import draws_random, recording
-from hfusion.core.memory import is_plain, norm
+from hfusion.core.memory import is_plain, relative_difference
 from hfusion.core.program import Kind, source_line
 from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
-from hfusion.ops.rule import MemberScalars
-from hfusion.passes.align import scalars
+from hfusion.passes.align import scalars, select
 from hfusion.passes.functional import OPAQUE
 from hfusion.passes.side_effects import FailedCheck
-from hfusion.torch_private.autograd_engine import backward_gradients
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WIDE = 1e-7
-GRADIENTS = 10.0
 WORST = 2
 NOISE_FACTOR = 50.0
 NOISE_RUNS = 3
+# Largest number of members of which all are compared.
+MAX_COMPARED_WHOLE = 16
+# The least number of members compared in larger arrays, and of values of one kind that are distinguished.
+MIN_COMPARED, MAX_VALUES = 8, 8
 
 
 @dataclass(frozen=True)
@@ -70,13 +81,19 @@ class CheckedArray:
 
     @cached_property
     def members(self) -> list[int]:
-        """The members that are compared."""
-        return checked_members(self.compiled, self.variants)
+        """The members that are compared, in ascending order, the same for the same program.
 
-
-# Values by name. In the outcome of an array, outputs whose shapes differ between members are `Ragged`, and different
-# values that are no tensors are `Listed`.
-Outcome = dict[str, Any]
+        All members of a program compute the same operators, except for the differences that `scalars` of its graph
+        returns: the numbers of each member at an operator, and operators that only some members run. For each of these,
+        one member per value is compared if there are few values, else those with the least and the greatest. The first
+        and the last member, and some between them, are always compared; all are if some code runs member by member.
+        """
+        members = self.compiled.program.members
+        if members <= MAX_COMPARED_WHOLE or self.compiled.opaque:
+            return list(range(members))
+        columns = [self.variants, *scalars(self.compiled.graph)]
+        spread = {round(step * (members - 1) / (MIN_COMPARED - 1)) for step in range(MIN_COMPARED)}
+        return sorted(spread.union(*map(_distinct, columns)))
 
 
 def verify(subject: CheckedArray) -> str:
@@ -86,7 +103,7 @@ def verify(subject: CheckedArray) -> str:
         FusionError: a member's output or gradient differs beyond rounding; names the member, the tensor and the node.
     """
     members = subject.compiled.program.members
-    if any(call.path == "forward" and not _asks_class(call) for call in subject.compiled.opaque):
+    if any(call.is_whole and not _asks_class(call) for call in subject.compiled.opaque):
         return "self-check left out: the whole forward runs as the members' own code"
     with without_trace():
         try:
@@ -121,14 +138,10 @@ def _check(subject: CheckedArray) -> None:
     if few is not None:
         try:
             return _compare(replace(subject, arguments=few))
-        except FailedCheck:
-            # A check in forward may fail only because there are fewer samples.
-            pass
-        except (Unmatched, FusionError):
-            raise
-        except Exception:
-            # Code that cannot run on fewer samples says nothing of the batch; that is checked next.
-            pass
+        except Exception as error:
+            # Code that cannot run on fewer samples, or whose own check fails on them, says nothing of the batch.
+            if isinstance(error, Unmatched | FusionError) and not isinstance(error, FailedCheck):
+                raise
     return _compare(subject)
 
 
@@ -165,49 +178,35 @@ def _worst(suspects: Sequence[Suspect]) -> list[int]:
 
 
 def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
-    """Return the tensors of ``members`` that differ from the original code by more than ``limits``."""
+    """Return the tensors of ``members`` that differ from the original code by more than ``limits``.
+
+    Raises:
+        FusionError: an output that is no tensor differs.
+    """
     with recording() as draws:
         fused = _array_outcome(subject)
     suspects = []
     for member in members:
         original = _member_outcome(subject, member, draws, 0)
-        _check_values(member, fused, original)
-        for name, difference in _differences(subject, member, fused, original).items():
-            looser = GRADIENTS if name.startswith("gradient of ") else 1.0
-            if difference > looser * limits.get(original[name].dtype, 1e-2):
-                suspects.append(Suspect(member, name, difference))
+        rows = _rows(subject, member, fused, original)
+        for name, gap in excesses(rows, original, limits):
+            if name.startswith("output ") and not isinstance(original.get(name), Tensor):
+                raise FusionError(
+                    f"self-check: {name} of model {member} is {rows.get(name)!r}, and {original.get(name)!r} by its "
+                    "original code. A program keeps what is no tensor: let forward return a tensor"
+                )
+            suspects.append(Suspect(member, name, gap))
     return suspects
 
 
-def _check_values(member: int, fused: Outcome, original: Outcome) -> None:
-    """Raise FusionError if an output that is no tensor differs from that of the original code."""
-    for name, expected in original.items():
-        value = values_of(fused.get(name), member + 1)[member]
-        if not isinstance(expected, Tensor) and not same_value(value, expected):
-            raise FusionError(
-                f"self-check: {name} of model {member} is {value!r}, and {expected!r} by its original code. A program "
-                "keeps what is no tensor: let forward return a tensor"
-            )
-
-
-def _differences(subject: CheckedArray, member: int, fused: Outcome, original: Outcome) -> dict[str, float]:
-    names = [name for name, value in original.items() if isinstance(value, Tensor)]
-    private = [name for name in names if name.removeprefix("gradient of ") not in subject.shared]
-    floor = _floor(original)
-    differences_by_name = {}
-    for name in private:
-        expected = original[name]
-        # A gradient that is missing in the array counts as zero.
-        none = name not in fused and name.startswith("gradient of ")
-        if name in fused or none:
-            row = torch.zeros_like(expected) if none else fused[name][member]
-            differences_by_name[name] = relative_difference(row, expected, floor)
-    return differences_by_name
-
-
-def _floor(original: Outcome) -> float:
-    """Return the norm below which a gradient counts as zero, like that of a bias before a BatchNorm."""
-    return 1e-4 * max((norm(t) for name, t in original.items() if name.startswith("gradient of ")), default=0.0)
+def _rows(subject: CheckedArray, member: int, fused: Outcome, original: Outcome) -> Outcome:
+    """Return what the outcome of an array has of ``member``, in the dtypes of the original code."""
+    rows: Outcome = {}
+    for name, value in fused.items():
+        row = value[member] if isinstance(value, Tensor | Ragged | Listed) else value
+        dtype = getattr(original.get(name), "dtype", None)
+        rows[name] = row.to(dtype) if isinstance(row, Tensor) and dtype is not None else row
+    return rows
 
 
 def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
@@ -249,13 +248,14 @@ def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
         fused = _array_outcome(subject)
     for member in sorted({suspect.member for suspect in suspects}):
         original = _member_outcome(subject, member, draws, 0)
-        noise = [_member_outcome(subject, member, draws, run) for run in range(1, NOISE_RUNS + 1)]
-        differences = _differences(subject, member, fused, original)
+        moved = [_member_outcome(subject, member, draws, run) for run in range(1, NOISE_RUNS + 1)]
+        noise = [dict(differences(outcome, original)) for outcome in moved]
+        gaps = dict(differences(_rows(subject, member, fused, original), original))
         for name in (suspect.name for suspect in suspects if suspect.member == member):
-            allowed = NOISE_FACTOR * max(relative_difference(n[name], original[name]) for n in noise)
-            if differences[name] > allowed:
+            allowed = NOISE_FACTOR * max(of_run.get(name, 0.0) for of_run in noise)
+            if gaps.get(name, 0.0) > allowed:
                 raise FusionError(
-                    f"self-check: {name} of model {member} differs from its original code by {differences[name]:.2e} "
+                    f"self-check: {name} of model {member} differs from its original code by {gaps[name]:.2e} "
                     f"relative (rounding explains {allowed:.2e}); {_first_difference(subject, member)}. Please "
                     "report the operator; fuse(..., verify=False) skips this check, at your own risk"
                 )
@@ -266,19 +266,7 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
     program = subject.compiled.program
     leaf_ids = set(map(id, leaves.values()))
     inputs = [value for value in values if id(value) not in leaf_ids]
-    outputs = program.run(*values)
-    return _outcome(outputs, _trained(subject, leaves), _state(subject, leaves), inputs, program.members, nullcontext())
-
-
-def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the leaves with a gradient in the array, without buffers that only forward makes require grad."""
-    return {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and subject.stacks[name].requires_grad}
-
-
-def _state(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
-    """Return the values of buffers, and of the parameters that forward writes to."""
-    written, stacks = subject.compiled.written, subject.stacks
-    return {n: t.detach() for n, t in leaves.items() if n in written or not isinstance(stacks[n], nn.Parameter)}
+    return _outcome(subject, program.run(*values), leaves, inputs, nullcontext(), stacked=True)
 
 
 def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
@@ -287,72 +275,71 @@ def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]
     # Eager fallbacks may write into any tensor.
     names = subject.stacks.keys() if subject.compiled.opaque else subject.compiled.written
     written = {id(subject.stacks[name]) for name in names}
-    leaves = {name: leaf_by_id.setdefault(id(t), _leaf(t, id(t) in written)) for name, t in subject.stacks.items()}
+    leaves = {
+        name: leaf_by_id.setdefault(id(t), own_leaf(t, copied=id(t) in written)) for name, t in subject.stacks.items()
+    }
     held = {**leaves, **subject.compiled.constants}
     inputs = iter(_copied(subject.arguments).values)
     slots = subject.compiled.program.slots
     return [next(inputs) if slot.kind is Kind.INPUT else held[slot.name] for slot in slots], leaves
 
 
-def _leaf(tensor: Tensor, written: bool) -> Tensor:
-    """Return a new leaf with the values of a parameter or buffer; copied if it is a buffer or may be written to."""
-    values = tensor.detach()
-    copied = written or not isinstance(tensor, nn.Parameter)
-    return (values.clone() if copied else values).requires_grad_(tensor.requires_grad)
-
-
 def _outcome(
+    subject: CheckedArray,
     outputs: Sequence[Any],
-    trained: Mapping[str, Tensor],
-    state: Outcome,
+    held: Mapping[str, Tensor],
     inputs: Sequence[Any],
-    members: int | None,
     backward: AbstractContextManager[Any],
+    stacked: bool,
 ) -> Outcome:
-    """Return outputs, the tensors in ``state`` and gradients of ``trained``, by name. ``members``: None for one member.
+    """Return outputs, gradients, and buffers and other tensors that forward writes to, by name; no integers.
 
-    Gradients of ``inputs`` are computed if the user's backward computes them, too: without them, torch 2.13 crashes in
-    the backward of a channels_last GroupNorm.
+    Tensors that members share are left out. Gradients of ``inputs`` are computed if the user's backward computes them,
+    too: without them, torch 2.13 crashes in the backward of a channels_last GroupNorm.
+
+    Args:
+        held: the tensors of the array or of a member after the call.
+        stacked: whether outputs have a row for each member.
     """
-    dense = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
-    listed = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Ragged) and o[0].is_floating_point()}
-    projected = [fixed_projection(o, stacked=members is not None).cpu() for o in dense.values() if o.requires_grad]
-    projected += [fixed_projection(row).cpu() for o in listed.values() for row in o if row.requires_grad]
-    total = sum(projected, start=torch.zeros((), device="cpu"))
-    grad_inputs = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
-    with backward:
-        grads = backward_gradients(total, grad_inputs) if total.requires_grad and trained else ()
-    outcome: Outcome = {f"output {k}": o for k, o in enumerate(outputs) if not isinstance(o, Tensor | Ragged)}
-    outcome |= {name: o.detach() for name, o in dense.items()}
-    outcome |= {name: o.map(Tensor.detach) for name, o in listed.items()}
-    outcome |= {
-        f"gradient of {n}": g.to_dense() if g.is_sparse else g
-        for n, g in zip(trained, grads, strict=False)
-        if g is not None
-    }
-    outcome |= state
-    return {name: t for name, t in outcome.items() if not isinstance(t, Tensor) or t.is_floating_point()}
+    stacks, written = subject.stacks, subject.compiled.written
+    outcome: Outcome = {f"output {k}": output for k, output in enumerate(outputs)}
+    outcome |= {n: t for n, t in held.items() if n in written or not isinstance(stacks[n], nn.Parameter)}
+    outcome = {n: value for n, value in outcome.items() if n not in subject.shared and _is_compared(value)}
+    parts: list[Tensor] = []
+    for output in outputs:
+        rows = output if isinstance(output, Ragged) else [output]
+        dense = [row for row in rows if isinstance(row, Tensor) and row.is_floating_point() and row.requires_grad]
+        parts += [fixed_projection(row, stacked=stacked and not isinstance(output, Ragged)) for row in dense]
+    # Without buffers that only forward makes require a gradient.
+    trained = {n: t for n, t in held.items() if t.requires_grad and stacks[n].requires_grad}
+    others = {f"input {k}": t for k, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad}
+    if parts and trained:
+        with backward:
+            gradients = gradients_of(parts, trained | others)
+        private = {f"{GRADIENT}{name}" for name in trained.keys() - subject.shared}
+        outcome |= {name: gradient for name, gradient in gradients.items() if name in private}
+    return {name: map_leaf(value, Tensor.detach) for name, value in outcome.items()}
+
+
+def _is_compared(value: Any) -> bool:
+    """Return whether the self-check compares a value of a member: integers of tensors may differ by rounding."""
+    example = value[0] if isinstance(value, Ragged) else value
+    return not isinstance(example, Tensor) or example.is_floating_point()
 
 
 def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
     rows: dict[str, Tensor] = {}
     for name, stack in subject.stacks.items():
-        row = stack.detach() if name in subject.shared else stack.detach()[member]
-        rows[name] = _moved(row, perturbation).requires_grad_(stack.requires_grad)
-    leaves = {
-        n: nn.Parameter(t, t.requires_grad) if isinstance(subject.stacks[n], nn.Parameter) else t
-        for n, t in rows.items()
-    }
-    model = subject.around(member, leaves)
+        row = _moved(stack.detach() if name in subject.shared else stack.detach()[member], perturbation)
+        is_parameter = isinstance(stack, nn.Parameter)
+        rows[name] = nn.Parameter(row, stack.requires_grad) if is_parameter else row.requires_grad_(stack.requires_grad)
+    model = subject.around(member, rows)
     args, kwargs = _copied(subject.arguments).of_member(member)
     replay = Replay(draws, member)
     with replay.forward():
         outputs = pytree.tree_leaves(model(*args, **kwargs))
-    model_tensors = dict(tensors(model))
     inputs = pytree.tree_leaves((args, kwargs))
-    return _outcome(
-        outputs, _trained(subject, model_tensors), _state(subject, model_tensors), inputs, None, replay.backward()
-    )
+    return _outcome(subject, outputs, dict(tensors(model)), inputs, replay.backward(), stacked=False)
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:
@@ -360,8 +347,7 @@ def _repeats(subject: CheckedArray, member: int) -> bool:
     with recording() as draws:
         _array_outcome(subject)
     first, second = (_member_outcome(subject, member, draws, 0) for _ in range(2))
-    pairs = [(value, second[name]) for name, value in first.items()]
-    return all(relative_difference(a, b) == 0.0 if isinstance(a, Tensor) else same_value(a, b) for a, b in pairs)
+    return not any(gap for _, gap in differences(first, second))
 
 
 def _moved(tensor: Tensor, run: int) -> Tensor:
@@ -370,63 +356,24 @@ def _moved(tensor: Tensor, run: int) -> Tensor:
         return tensor.clone()
     generator = torch.Generator(device="cpu").manual_seed(run)
     step = torch.randint(-1, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, tensor.dtype)
-    return tensor * (1 + step * _rounding(tensor))
-
-
-def _rounding(tensor: Tensor) -> float:
-    """Return the rounding step of ``tensor`` in the narrowest dtype that it is computed in, autocast included."""
+    # The rounding step of the narrowest dtype that it is computed in, autocast included.
     kind = tensor.device.type
     cast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
-    return float(max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *cast)))
+    return tensor * (1 + step * float(max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *cast))))
 
 
-def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference, divided by the norm of ``expected`` or a lower bound: ``floor`` or the eps."""
-    return memory.relative_difference(actual, expected, max(floor, torch.finfo(expected.dtype).eps))
-
-
-# Largest number of members of which all are compared.
-MAX_COMPARED_WHOLE = 16
-# The least number of members compared in larger arrays, and of values of one kind that are distinguished.
-MIN_COMPARED, MAX_VALUES = 8, 8
-
-
-def checked_members(compiled: Compiled, variants: Sequence[int]) -> list[int]:
-    """Return the members to compare, in ascending order, the same for the same program.
-
-    All members of a program compute the same operators, except for the differences that `scalars` of its graph returns:
-    the numbers of each member at an operator, and operators that only some members run. For each of these, one member
-    per value is compared if there are few values, else those with the least and the greatest. The first and the last
-    member, and some between them, are always compared; all members are if some code runs member by member.
-
-    Args:
-        variants: for each member, the index of its set of Python numbers.
-    """
-    members = compiled.program.members
-    if members <= MAX_COMPARED_WHOLE or compiled.opaque:
-        return list(range(members))
-    columns = [tuple(variants), *scalars(compiled.graph)]
-    spread = {round(step * (members - 1) / (MIN_COMPARED - 1)) for step in range(MIN_COMPARED)}
-    return sorted(spread.union(*map(_distinct, columns)))
-
-
-def _distinct(column: Sequence[Any]) -> Iterator[int]:
-    """Yield members that represent the different values of a column ``[B]``."""
+def _distinct(column: Sequence[Any]) -> list[int]:
+    """Return members that represent the different values of a column ``[B]``."""
     first: dict[Any, int] = {}
     for member, value in enumerate(column):
         first.setdefault(repr(value), member)
-    if len(first) <= MAX_VALUES:
-        yield from first.values()
-        return
-    numbers = [member for member, value in enumerate(column) if isinstance(value, int | float)]
-    kinds: dict[Any, int] = {}
-    for member, value in enumerate(column):
-        kinds.setdefault((type(value), isinstance(value, float) and not math.isfinite(value)), member)
-    yield from kinds.values()
-    ordered = sorted((member for member in numbers if math.isfinite(column[member])), key=column.__getitem__)
-    yield from (*ordered[:1], *ordered[-1:])
-    # The value nearest to zero, since zero often switches something off.
-    yield from (min(ordered, key=lambda member: abs(column[member])),) if ordered else ()
+    finite = [m for m in first.values() if isinstance(column[m], int | float) and math.isfinite(column[m])]
+    if len(first) <= MAX_VALUES or not finite:
+        return list(first.values())[:MAX_VALUES]
+    others = [member for member in first.values() if member not in finite]
+    # The value nearest to zero, too, since zero often switches something off.
+    extremes = (choose(finite, key=column.__getitem__) for choose in (min, max))
+    return [*others[:MAX_VALUES], *extremes, min(finite, key=lambda member: abs(column[member]))]
 
 
 FEW = 4
@@ -437,114 +384,64 @@ def shortened(compiled: Compiled, arguments: Arguments) -> Arguments | None:
 
     None if the program does not hold for fewer samples, looks up samples, or takes slices of wider tensors.
     """
-    slots = compiled.program.slots
-    placeholders = [node for node in compiled.graph.nodes if node.op == "placeholder"]
-    inputs = [node for node, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
     rows = [leaf.tensor[0] if isinstance(leaf, StackedInput) else leaf for leaf in arguments.leaves]
     slices = any(isinstance(row, Tensor) and is_plain(row) and not fills_stretch(row) for row in rows)
-    if slices or looks_up_samples(compiled.graph, inputs):
+    if slices or looks_up_samples(compiled.graph):
         return None
-    pairs = zip(arguments.leaves, inputs, strict=True)
-    short = Arguments(tuple(_first(leaf, node.meta.get("val")) for leaf, node in pairs), arguments.spec)
+    short = Arguments(tuple(map(_first, arguments.leaves, compiled.dims)), arguments.spec)
     return short if compiled.guards(short.shapes) else None
 
 
-def _first(leaf: Any, example: Any) -> Any:
-    if isinstance(leaf, StackedInput):
-        rows = leaf.tensor
-        return StackedInput(_first(rows.transpose(0, 1), example).transpose(0, 1)) if rows.dim() > 1 else leaf
-    varies = isinstance(example, Tensor) and example.dim() > 0 and not isinstance(example.shape[0], int)
-    if not varies:
+def _first(leaf: Any, dims: frozenset[int]) -> Any:
+    """Return the first samples of a leaf of which ``dims`` may vary."""
+    if 0 not in dims:
         return leaf
+    if isinstance(leaf, StackedInput):
+        return StackedInput(_first(leaf.tensor.transpose(0, 1), dims).transpose(0, 1))
     return leaf[:FEW] if leaf.is_contiguous() else leaf[:FEW].clone()
 
 
-def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
-    """Return whether integers computed from ``inputs`` may be indices into a dim whose size varies.
+def looks_up_samples(graph: fx.Graph) -> bool:
+    """Return whether integers may be indices into a dim whose size varies: beside such a tensor in one operator.
 
     An example are the edges of a graph passed with its nodes: with fewer nodes some edges would be out of range.
     """
-    derived = set(inputs)
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        operands = [a for a in leaves((node.args, node.kwargs), fx.Node) if not _looks_alike(node, a)]
-        for k, operand in enumerate(operands):
-            if operand in derived and _integers(operand) and any(map(_varies, operands[:k] + operands[k + 1 :])):
+        if isinstance(node.target, OpOverload) and torch.Tag.pointwise not in node.target.tags:
+            operands = leaves([operand.meta.get("val") for operand in node.all_input_nodes], Tensor)
+            indices = {k for k, x in enumerate(operands) if not x.is_floating_point() and x.dtype is not torch.bool}
+            vary = {k for k, x in enumerate(operands) if open_dims(x)}
+            if any(vary - {k} for k in indices):
                 return True
-        if any(a in derived for a in node.all_input_nodes):
-            derived.add(node)
     return False
-
-
-def _looks_alike(node: fx.Node, operand: fx.Node) -> bool:
-    """Return whether the call is pointwise in the operand or views it, and so cannot use its values as indices."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return True
-    if torch.Tag.pointwise in target.tags:
-        return True
-    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
-    return first is not None and not first.is_write and node.args[0] is operand
-
-
-def _integers(node: fx.Node) -> bool:
-    example = node.meta.get("val")
-    kinds = [e.dtype for e in leaves(example, Tensor)]
-    return any(not k.is_floating_point and not k.is_complex and k is not torch.bool for k in kinds)
-
-
-def _varies(node: fx.Node) -> bool:
-    """Return whether a value is a dynamic size, or has one."""
-    example = node.meta.get("val")
-    if isinstance(example, torch.SymInt):
-        return True
-    return any(not isinstance(size, int) for e in leaves(example, Tensor) for size in e.shape)
 
 
 LIMIT = 1e-3
 
 
-class _ValueRecorder(fx.Interpreter):
-    """Runs a program, and records values and layouts by the nodes of the member's graph that they belong to."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.values: dict[fx.Node, tuple[Any, Layout]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if "origin" in n.meta:
-            self.values[n.meta["origin"]] = (value, n.meta["layout"])
-        return value
-
-
 def _first_difference(subject: CheckedArray, member: int) -> str:
     """Run the program and the member's graph, and describe the first node where they differ."""
     program, graph, (inputs, _) = subject.compiled.program, subject.compiled.graph, _program_inputs(subject)
-    recorder = _ValueRecorder(program.module)
+    run = fx.Interpreter(program.module, garbage_collect_values=False)
     # Copied, since the program writes into buffers.
     input_copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-    with torch.no_grad():
-        recorder.run(*inputs)
     env: dict[fx.Node, Any] = {}
-    placeholders = zip(graph.find_nodes(op="placeholder"), input_copies, program.layouts, strict=True)
-    for node, value, layout in placeholders:
-        env[node] = row(value, layout, member, program.members)
-    for node in graph.nodes:
-        if node.op == "output":
-            break
-        if node.op == "placeholder":
-            continue
-        fused_value = row(*recorder.values[node], member, program.members)
-        if draws_random(node.target):
-            env[node] = fused_value
-            continue
-        env[node] = expected = _evaluate(node, env, member)
-        floating = isinstance(expected, Tensor) and expected.is_floating_point()
-        if floating and relative_difference(fused_value, expected) > LIMIT:
-            return f"the first node that differs is {node.name} = {node.target} at {source_line(node)}"
-        env[node] = fused_value
+    with torch.no_grad():
+        run.run(*inputs)
+        computed = {n.meta["origin"]: n for n in program.module.graph.nodes if "origin" in n.meta}
+        given = map(row, input_copies, program.layouts, repeat(member), repeat(program.members))
+        for node, origin in zip(select(graph, member).nodes, graph.nodes, strict=True):
+            if node.op == "placeholder":
+                env[node] = next(given)
+            elif node.op == "call_function":
+                args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+                fused = computed[origin]
+                expected = env[node] = row(run.env[fused], fused.meta["layout"], member, program.members)
+                if not draws_random(node.target):
+                    expected = node.target(*args, **kwargs)
+                floating = isinstance(expected, Tensor) and expected.is_floating_point()
+                if floating and relative_difference(env[node], expected, torch.finfo(expected.dtype).eps) > LIMIT:
+                    return f"the first node that differs is {node.name} = {node.target} at {source_line(node)}"
     looped = ", or what runs in a loop over members does" if graph.find_nodes(op="call_function", target=OPAQUE) else ""
     return (
         f"no node of forward differs by itself: a gradient does, or the capture differs from the original code{looped}"
@@ -560,21 +457,3 @@ def row(value: Any, layout: Layout, member: int, members: int) -> Any:
     if layout is Layout.PACKED:
         return value.chunk(members, 1)[member]  # type: ignore[union-attr]
     return value[member]
-
-
-def _evaluate(node: fx.Node, env: dict[fx.Node, Any], member: int) -> Any:
-    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
-
-    def fill(item: Any) -> Any:
-        if isinstance(item, fx.Node):
-            return env[item]
-        if isinstance(item, MemberScalars):
-            return item.values[member]
-        if isinstance(item, dict):
-            return {name: fill(part) for name, part in item.items()}
-        if isinstance(item, list | tuple):
-            return [fill(part) for part in item] if isinstance(item, list) else tuple(fill(part) for part in item)
-        return item
-
-    with torch.no_grad():
-        return node.target(*fill(args), **fill(kwargs))  # type: ignore[operator]
