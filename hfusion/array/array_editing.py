@@ -20,12 +20,13 @@ from hfusion.capture.attribute_fingerprint import modeless_fingerprint, same_mar
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair
 from hfusion.capture.operator_trace import OperatorTrace, trace_operators
+from hfusion.capture.python_differences import numbers_meet_sizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.arguments import Arguments, is_tensors
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled
 from hfusion.compiler.compiler import Compiler
-from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_meet_none
+from hfusion.compiler.fill_scalars import changes_between, may_be_sizes
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
@@ -298,7 +299,7 @@ class Kin:
             return None
         if program.size_uses:
             models = [self.fused._member(b) for b in joining.values()]
-            if not sizes_meet_none(program.size_uses, self.fused._member(row), models):
+            if numbers_meet_sizes(program.size_uses, self.fused._member(row), models):
                 return None
         try:
             by_content = {
@@ -484,7 +485,7 @@ def _key(fused: FusedModule, subject: ArraySpec, arguments: Arguments, sizes: Va
         tuple(
             (name, type(t), t.shape, t.dtype, t.stride(), t.device, t.requires_grad) for name, t in fused.stacks.items()
         ),
-        (arguments.key, arguments.strides, ties),
+        (arguments.key, arguments.memory_orders, ties),
         (subject.device, subject.loops, array.verify),
         (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()),
         (active_autocast(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()),

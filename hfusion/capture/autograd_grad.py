@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -79,7 +79,20 @@ def _gradients(
     ends, sources = _nodes(tracer, outputs), _nodes(tracer, inputs)
     between = _between(tracer.graph, ends, sources)
     product = _Product(between, sources, ends)
-    bound = _Bound(tracer)
+    live = {slot.proxy.node: tensor for tensor, slot in tracer.tensor_tracker.items()}
+
+    def bound(node: fx.Node) -> Any:
+        """Return the value of a node: the tensor of forward, or a new one that the trace maps to it."""
+        value = node.meta["val"]
+        if node in live or not isinstance(value, Tensor):
+            return live.get(node, value)
+        with disable_proxy_modes_tracing(), DisableTorchFunction():
+            twin = value.detach()
+            twin.requires_grad_(twin.is_floating_point() or twin.is_complex())
+        track_tensor_tree(twin, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+        live[node] = twin
+        return twin
+
     with disable_proxy_modes_tracing(), DisableTorchFunction(), torch.enable_grad():
         args = [
             [operand.detach() for operand in inputs],
@@ -101,7 +114,7 @@ def _gradients(
             # Autograd detaches values that it saved; later derivatives must flow through them.
             node.replace_all_uses_with(node.args[0])
     module.graph.eliminate_dead_code()
-    results = iter(_Appended(module, values).run())
+    results = iter(fx.Interpreter(module).run(initial_env=values))
     return [next(results) if is_used else None for is_used in product.source_is_used]
 
 
@@ -146,36 +159,6 @@ class _Product:
             slot: Any = get_proxy_slot(value, mode.tracer, None)
             if slot is not None:
                 self.repeats[slot.proxy.node.name] = node
-
-
-class _Appended(fx.Interpreter):
-    """Runs a graph some of whose nodes have known values."""
-
-    def __init__(self, module: fx.GraphModule, values: Mapping[fx.Node, Any]) -> None:
-        super().__init__(module)
-        self._node_values = values
-
-    def run_node(self, n: fx.Node) -> Any:
-        return self._node_values[n] if n in self._node_values else super().run_node(n)
-
-
-class _Bound:
-    """Callable that returns the value of a node: the tensor of forward, or a new one that the trace maps to it."""
-
-    def __init__(self, tracer: Any) -> None:
-        self._tracer = tracer
-        self._live = {slot.proxy.node: tensor for tensor, slot in tracer.tensor_tracker.items()}
-
-    def __call__(self, node: fx.Node) -> Any:
-        value = node.meta["val"]
-        if node in self._live or not isinstance(value, Tensor):
-            return self._live.get(node, value)
-        with disable_proxy_modes_tracing(), DisableTorchFunction():
-            twin = value.detach()
-            twin.requires_grad_(twin.is_floating_point() or twin.is_complex())
-        track_tensor_tree(twin, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
-        self._live[node] = twin
-        return twin
 
 
 def _value(node: fx.Node) -> Any:

@@ -1,6 +1,6 @@
 """Keep sizes that vary dynamic while forward is traced, and record the code that may depend on them.
 
-To infer the shapes of a recurrent layer, torch's tracers write out every step. Inside `open_lengths` a layer is one
+To infer the shapes of a recurrent layer, torch's tracers write out every step. Inside `OpenLengths` a layer is one
 call of an operator of hfusion, whose shapes follow from its arguments; `original` returns the operator of torch. Some
 other functions do not accept symbolic sizes, and are replaced by functions that do.
 
@@ -17,8 +17,8 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,24 +36,6 @@ aten = torch.ops.aten
 _OPTIONS = (
     "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
 )
-_library = torch.library.Library("hfusion_recurrent", "DEF")
-_library.define(f"lstm(Tensor input, Tensor[] hx, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
-for _name in ("gru", "rnn_tanh", "rnn_relu"):
-    _library.define(f"{_name}(Tensor input, Tensor hx, {_OPTIONS}) -> (Tensor, Tensor)")
-
-_recurrent_ops: Any = torch.ops.hfusion_recurrent
-_TRACED: dict[Any, OpOverload] = {
-    torch.lstm: _recurrent_ops.lstm.default,
-    torch.gru: _recurrent_ops.gru.default,
-    torch.rnn_tanh: _recurrent_ops.rnn_tanh.default,
-    torch.rnn_relu: _recurrent_ops.rnn_relu.default,
-}
-_ORIGINAL = {
-    _recurrent_ops.lstm.default: aten.lstm.input,
-    _recurrent_ops.gru.default: aten.gru.input,
-    _recurrent_ops.rnn_tanh.default: aten.rnn_tanh.input,
-    _recurrent_ops.rnn_relu.default: aten.rnn_relu.input,
-}
 
 
 def _output(x: Tensor, state: Tensor, bidirectional: bool) -> Tensor:
@@ -74,8 +56,15 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
     raise FusionError("forward takes gradients through a recurrent layer over a varying number of steps")
 
 
-for _target in _ORIGINAL:
-    _fake: Callable[..., Any] = _lstm if _target is _recurrent_ops.lstm.default else _simple
+_library = torch.library.Library("hfusion_recurrent", "DEF")
+_TRACED: dict[Any, OpOverload] = {}
+_ORIGINAL: dict[OpOverload, OpOverload] = {}
+for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    _hx, _results = ("Tensor[] hx", "Tensor, Tensor, Tensor") if _name == "lstm" else ("Tensor hx", "Tensor, Tensor")
+    _library.define(f"{_name}(Tensor input, {_hx}, {_OPTIONS}) -> ({_results})")
+    _target = getattr(torch.ops.hfusion_recurrent, _name).default
+    _TRACED[getattr(torch, _name)], _ORIGINAL[_target] = _target, getattr(aten, _name).input
+    _fake: Callable[..., Any] = _lstm if _name == "lstm" else _simple
     torch.library.register_fake(_target.name(), _fake, lib=_library)
     torch.library.register_autograd(_target.name(), _refuse, lib=_library)
 
@@ -115,15 +104,12 @@ _WAYS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _OpenLengths(TorchFunctionMode):
+class OpenLengths(TorchFunctionMode):
+    """Keeps varying sizes of recurrent layers and some other functions dynamic in this thread."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         substitute = _WAYS.get(func)
         return func(*args, **(kwargs or {})) if substitute is None else substitute(func, *args, **(kwargs or {}))
-
-
-def open_lengths() -> TorchFunctionMode:
-    """Return a mode that keeps varying sizes of recurrent layers and some other functions dynamic in this thread."""
-    return _OpenLengths()
 
 
 def original(target: Any) -> Any:
@@ -137,12 +123,10 @@ def recurrent(graph: fx.Graph) -> bool:
     return any((1 if node.args[8] else 0) in open_dims(node.args[0].meta.get("val")) for node in layers)
 
 
-@dataclass(frozen=True)
-class SizeUse:
+class SizeUse(NamedTuple):
     """A ``number`` that code combined with a size.
 
     Attributes:
-        number: the number.
         attribute: the attribute that the number was read from; empty if that is unknown.
         in_torch: whether the operation is in the Python code of torch.
     """
@@ -188,8 +172,9 @@ def _note(uses: list[SizeUse], other: Any, frame: types.FrameType | None) -> Non
     if module.partition(".")[0] in ("sympy", "hfusion") or _computes_shapes(module):
         return
     operand = _right_operand(frame.f_code, frame.f_lasti)
-    if operand != _LITERAL:
-        uses.append(SizeUse(other, operand, module.partition(".")[0] == "torch"))
+    if operand is None or operand.opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        attribute = str(operand.argval) if operand is not None and operand.opname == "LOAD_ATTR" else ""
+        uses.append(SizeUse(other, attribute, module.partition(".")[0] == "torch"))
 
 
 def _computes_shapes(module: str) -> bool:
@@ -197,24 +182,10 @@ def _computes_shapes(module: str) -> bool:
     return module.startswith("torch.") and not module.startswith(("torch.nn.", "torch.functional"))
 
 
-_LITERAL = "0"
-
-
-def _right_operand(code: types.CodeType, offset: int) -> str:
-    """Return the attribute that the right operand of the operator at ``offset`` was read from.
-
-    Returns `_LITERAL` if the operand is a constant in the code, and an empty string if it is unknown.
-    """
-    last: dis.Instruction | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.offset == offset:
-            break
-        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            last = instruction
-    else:
-        return ""
-    if not instruction.opname.startswith(("BINARY_OP", "COMPARE_OP")) or last is None:
-        return ""
-    if last.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-        return _LITERAL
-    return str(last.argval) if last.opname == "LOAD_ATTR" else ""
+def _right_operand(code: types.CodeType, offset: int) -> dis.Instruction | None:
+    """Return the instruction that loads the right operand of the operator at ``offset``; None if it is not known."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    for operand, step in pairwise(steps):
+        if step.offset == offset and step.opname.startswith(("BINARY_OP", "COMPARE_OP")):
+            return operand
+    return None

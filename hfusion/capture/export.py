@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.autograd_grad import derivatives_traced
-from hfusion.capture.dynamic_sizes import open_lengths, original, size_uses
+from hfusion.capture.dynamic_sizes import OpenLengths, original, size_uses
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import assigned_as_writes
 from hfusion.capture.observe import Observation, check_state, gradient_dependence, observe
@@ -233,11 +233,15 @@ def _check_faithful(
         )
 
 
-def check_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise FusionError if the results of a capture differ from those of ``module``, gradients included."""
+def is_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a capture computes the same as ``module``, gradients included."""
     with restored(module):
         real = run(twin(module), args, kwargs, copy_of=module)
-    _check_faithful(captured, module, args, kwargs, real)
+    try:
+        _check_faithful(captured, module, args, kwargs, real)
+    except FusionError:
+        return False
+    return True
 
 
 def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
@@ -275,7 +279,7 @@ def _export(
                 shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
                 with (
                     restored(module),
-                    open_lengths(),
+                    OpenLengths(),
                     symbolic_len(module) if any(attempt.dims) else nullcontext(),
                     assigned_as_writes(module),
                     derivatives_traced(),

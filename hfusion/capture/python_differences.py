@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from hfusion.capture.attribute_fingerprint import RegisteredKey, contents, modeless_fingerprint
 from hfusion.capture.dynamic_sizes import SizeUse
-from hfusion.capture.reachable_code import names_of
 from hfusion.core.python_values import Compound, IdentityRef, Link
 
 # Number of attributes that a message names, and of characters of a value that it shows.
@@ -102,77 +100,37 @@ def _closures(model: nn.Module, other: nn.Module, names: tuple[str, str]) -> Ite
             yield f"{name} of module {path or '(root)'} is closed over other values in {names[0]} than in {names[1]}"
 
 
-# With these, code may read an attribute without naming it.
-_READS_ALL = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attrgetter", "values", "items"})
+def numbers_meet_sizes(uses: Sequence[SizeUse], model: nn.Module, others: Sequence[nn.Module]) -> bool:
+    """Return whether code may have combined a number in which ``others`` differ from ``model`` with a size that varies.
 
-
-@dataclass(frozen=True)
-class DifferingNumbers:
-    """The numbers in attributes in which members differ.
-
-    Attributes:
-        path_names: all names on the paths to these numbers: attributes, and keys of mappings.
-        last_names: the last attribute of each path.
-        values: the numbers of the first member.
-        anything: whether members also differ in a value that is no number, or has no name.
+    Code of torch takes numbers as they are, that of the user may have computed them.
     """
-
-    path_names: frozenset[str]
-    last_names: frozenset[str]
-    values: tuple[Any, ...]
-    anything: bool
-
-    @staticmethod
-    def of(model: nn.Module, others: Sequence[nn.Module]) -> DifferingNumbers:
-        model_contents = contents(model)
-        closed = modeless_fingerprint(model)[1:]
-        numbers: list[tuple[list[str], str, Any]] = []
-        anything = False
-        for other in others:
-            other_contents = contents(other)
-            if model_contents.keys() != other_contents.keys() or modeless_fingerprint(other)[1:] != closed:
-                anything = True
-                continue
-            for key in (key for key in model_contents if model_contents[key] != other_contents[key]):
-                for steps, part, other_part in _unlike(model_contents[key], other_contents[key]):
-                    if (value := _number(part)) is None or _number(other_part) is None:
-                        anything = True
-                        continue
-                    name = key.rpartition(".")[2]
-                    # Items have the name of the attribute that they are in.
-                    last = [name, *(step for link, step in steps if link is Link.ATTRIBUTE)][-1]
-                    numbers.append(([name, *(str(step).strip("'\"") for _, step in steps)], last, value))
-        return DifferingNumbers(
-            frozenset(name for names, _, _ in numbers for name in names),
-            frozenset(last for _, last, _ in numbers),
-            tuple(value for _, _, value in numbers),
-            anything,
-        )
-
-    def may_stand_in(self, uses: Sequence[SizeUse], model: nn.Module) -> bool:
-        """Return whether code may have combined one of these numbers, or a value computed from one, with a size."""
-        if self.anything:
-            return bool(uses)
-        if any(use.number == value for use in uses if use.in_torch for value in self.values):
+    if not uses:
+        return False
+    numbers, names = set[Any](), set[str]()
+    values, closed = contents(model), modeless_fingerprint(model)[1:]
+    for other in others:
+        other_values = contents(other)
+        if values.keys() != other_values.keys() or modeless_fingerprint(other)[1:] != closed:
             return True
-        unknown = [
-            use
-            for use in uses
-            if not use.in_torch
-            and (not use.attribute or use.attribute in self.last_names or _is_computed(model, use.attribute))
-        ]
-        if not unknown:
-            return False
-        names = names_of([model])
-        return not names.isdisjoint(self.path_names | _READS_ALL)
+        unlike = [(key, *parts) for key in values for parts in _unlike(values[key], other_values[key])]
+        for key, steps, a, b in unlike:
+            if _number(a) is None or _number(b) is None:
+                return True
+            numbers.add(_number(a))
+            # Items have the name of the attribute that they are in.
+            names.add([key.rpartition(".")[2], *(step for link, step in steps if link is Link.ATTRIBUTE)][-1])
+    return any(
+        use.number in numbers
+        if use.in_torch
+        else not use.attribute or use.attribute in names or _is_computed(model, use.attribute)
+        for use in uses
+    )
 
 
 def _is_computed(model: nn.Module, attribute: str) -> bool:
     """Return whether reading ``attribute`` of a module, or of an object in it, may run code, such as a property."""
-    held = [part for module in model.modules() for part in (module, *vars(module).values())]
-    return any(
-        hasattr(type(part), attribute)
-        or any("__getattr__" in vars(base) for base in type(part).__mro__ if base is not nn.Module)
-        for part in held
-        if not isinstance(part, Tensor)
-    )
+    held = (part for module in model.modules() for part in (module, *vars(module).values()))
+    kinds = {type(part) for part in held if not isinstance(part, Tensor)}
+    own_getters = ("__getattr__" in vars(base) for kind in kinds for base in kind.__mro__ if base is not nn.Module)
+    return any(hasattr(kind, attribute) for kind in kinds) or any(own_getters)

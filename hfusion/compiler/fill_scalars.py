@@ -7,21 +7,21 @@ their places in the graph. One or two further captures must equal the graphs der
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from hfusion.capture.capture_member import Member
-from hfusion.capture.dynamic_sizes import SizeUse
 from hfusion.capture.eager_runs import twin
-from hfusion.capture.export import check_faithful
+from hfusion.capture.export import is_faithful
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
-from hfusion.capture.python_differences import DifferingNumbers
+from hfusion.capture.python_differences import numbers_meet_sizes
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards
+from hfusion.core.memory import same_values
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.align import Changes, Unexplained, align, fill, scalars
 
@@ -39,16 +39,12 @@ _ADDED = frozenset({aten.detach.default, aten.copy_.default})
 _SAME = {aten.lift_fresh_copy.default: aten.lift_fresh.default}
 
 
-@dataclass(frozen=True)
-class _Variants:
-    """Variants: ``member(k)`` returns a member of variant k, ``capture(k)`` its capture and eager fallback calls."""
-
-    member: Callable[[int], Member]
-    capture: Callable[[int], tuple[Capture, list[OpaqueCall]]]
+# A function that captures a variant: it returns the capture, and the calls of eager fallbacks in it.
+CaptureVariant: TypeAlias = Callable[[int], tuple[Capture, list[OpaqueCall]]]
 
 
 def capture_variants(
-    count: int, member: Callable[[int], Member], capture: Callable[[int], tuple[Capture, list[OpaqueCall]]]
+    count: int, member: Callable[[int], Member], capture: CaptureVariant
 ) -> list[tuple[Capture, list[OpaqueCall]]]:
     """Return the captures of variants 0 to ``count - 1``, exporting at most `MAX_CAPTURES` that differ in numbers only.
 
@@ -61,19 +57,18 @@ def capture_variants(
     """
     if count <= MAX_CAPTURES:
         return [capture(variant) for variant in range(count)]
-    subject = _Variants(member, capture)
     captures: dict[int, tuple[Capture, list[OpaqueCall]]] = {}
-    for group, traces in _groups(subject, count):
-        captures |= _capture_group(subject, group, traces)
+    for group, traces in _groups(count, member):
+        captures |= _capture_group(group, traces, member, capture)
     return [captures[variant] if variant in captures else capture(variant) for variant in range(count)]
 
 
-def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[OperatorTrace]]]:
+def _groups(count: int, member: Callable[[int], Member]) -> list[tuple[list[int], list[OperatorTrace]]]:
     """Return groups of more than `MAX_CAPTURES` variants whose traces have one structure, with the traces."""
     groups: list[tuple[list[int], list[OperatorTrace]]] = []
     for variant in range(count):
-        member = subject.member(variant)
-        trace = trace_operators(twin(member.model), member.args, member.kwargs)
+        traced = member(variant)
+        trace = trace_operators(twin(traced.model), traced.args, traced.kwargs)
         if trace is None:
             if variant == 0:
                 # The other variants would probably fail, too.
@@ -91,16 +86,16 @@ def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[Operat
 
 
 def _capture_group(
-    subject: _Variants, group: Sequence[int], traces: Sequence[OperatorTrace]
+    group: Sequence[int], traces: Sequence[OperatorTrace], member: Callable[[int], Member], capture: CaptureVariant
 ) -> dict[int, tuple[Capture, list[OpaqueCall]]]:
     """Return the captures of variants whose traces have one structure; of some only if filling in numbers fails."""
-    first, calls = subject.capture(group[0])
+    first, calls = capture(group[0])
     captures = {group[0]: (first, calls)}
     if calls:
         return captures
     others = [variant for variant in group if variant != group[0]]
-    models = [subject.member(variant).model for variant in others] if first.size_uses else []
-    if not sizes_meet_none(first.size_uses, subject.member(group[0]).model, models):
+    models = [member(variant).model for variant in others] if first.size_uses else []
+    if numbers_meet_sizes(first.size_uses, member(group[0]).model, models):
         return captures
     try:
         changes = {
@@ -113,21 +108,14 @@ def _capture_group(
         return captures
     for variant in _provers(changes):
         if may_be_sizes(first.calls, changes[variant]):
-            captures[variant] = subject.capture(variant)
+            captures[variant] = capture(variant)
             if captures[variant][1] or not _same_capture(captures[variant][0], filled[variant]):
                 return captures
-        elif not _is_faithful(filled[variant], subject.member(variant)):
-            return captures
+        else:
+            proving = member(variant)
+            if not is_faithful(filled[variant], proving.model, proving.args, proving.kwargs):
+                return captures
     return {variant: (capture, []) for variant, capture in filled.items()} | captures
-
-
-def _is_faithful(capture: Capture, member: Member) -> bool:
-    """Return whether a capture computes the same as the member's code, gradients included."""
-    try:
-        check_faithful(capture, member.model, member.args, member.kwargs)
-    except FusionError:
-        return False
-    return True
 
 
 def may_be_sizes(calls: Sequence[Any], changes: Changes) -> bool:
@@ -189,14 +177,8 @@ def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, 
 
 def check_constant(key: str, constant: Tensor, created: Tensor) -> None:
     """Raise Unexplained if a constant differs from the tensor that the code created."""
-    if not _equal_tensors(constant, created):
+    if not same_values(constant, created):
         raise Unexplained(f"the tensor {key} is not as the code gave it")
-
-
-def _equal_tensors(tensor: Tensor, other: Tensor) -> bool:
-    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
-        return False
-    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
 def _provers(changes: Mapping[int, Changes]) -> list[int]:
@@ -229,10 +211,5 @@ def _same_capture(capture: Capture, other: Capture) -> bool:
         and (capture.out_spec, capture.modes, capture.slots) == (other.out_spec, other.modes, other.slots)
         and guards[0] == guards[1]
         and capture.constants.keys() == other.constants.keys()
-        and all(_equal_tensors(tensor, other.constants[name]) for name, tensor in capture.constants.items())
+        and all(same_values(tensor, other.constants[name]) for name, tensor in capture.constants.items())
     )
-
-
-def sizes_meet_none(uses: Sequence[SizeUse], model: Any, others: Sequence[Any]) -> bool:
-    """Return whether no number in which ``others`` differ from ``model`` is combined with a size that varies."""
-    return not uses or not DifferingNumbers.of(model, others).may_stand_in(uses, model)
