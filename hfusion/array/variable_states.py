@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hfusion.capture.hooks import WHOLE, Island
-from hfusion.capture.python_reads import GRADIENT_QUESTIONS
-from hfusion.capture.variable_guards import Questions, Variables
+from hfusion.capture.python_reads import GRADIENT_QUESTIONS, STRIDE_QUESTIONS
+from hfusion.capture.variable_guards import Variables
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.fingerprint import global_hooks
-from hfusion.core.torch_settings import read_settings
-from hfusion.device.backend import active_autocast
+from hfusion.core.torch_settings import RANDOM_STATE, read_settings
+from hfusion.device.backend import AUTOCAST_QUESTIONS, active_autocast
 from hfusion.torch_private.module_hooks import Orthogonal, caches_parametrizations
 
 # Maximum number of values of one variable, or of the attributes of members, for which programs are compiled.
@@ -59,7 +59,7 @@ class Situations:
         if variables is None or self._models != models or not variables.is_unchanged():
             with tracing:
                 variables = self._look(models)
-        around = _around(variables.questions, tree, arguments)
+        around = _around(variables, tree, arguments)
         if around != self._around:
             with tracing:
                 self._around = around
@@ -75,7 +75,7 @@ class Situations:
         """Return whether forward may read one of the ``attributes`` of the members; None stands for any."""
         if attributes is None or (attributes and (self._variables is None or not self._variables.is_complete)):
             return True
-        names = frozenset() if self._variables is None else self._variables.questions.names
+        names = frozenset() if self._variables is None else self._variables.names
         return bool(attributes) and not names.isdisjoint((*attributes, *_BY_ANY_NAME))
 
     def _look(self, models: Sequence[nn.Module]) -> Variables:
@@ -91,7 +91,7 @@ class Situations:
                 del self._observed_values[name]
             self._left_out |= unstable
             variables = Variables(models, self._left_out)
-        if variables.questions.random_state:
+        if not variables.names.isdisjoint(RANDOM_STATE):
             self.looped.setdefault(WHOLE, "it reads the state of random numbers, which a graph does not have")
         self._models, self._variables, self._around = models, variables, None
         return variables
@@ -101,28 +101,32 @@ class Situations:
         return self._around, len(self.looped), tuple(values.items())
 
 
-def _around(questions: Questions, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
+def _around(variables: Variables, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
     """Return further state that a program depends on: of the process, the thread, the array and the call."""
+    names = variables.names
     if arguments is not None:
-        _check_attributes(questions, arguments)
+        _check_attributes(names, arguments)
     return (
         torch.get_default_dtype(),
         global_hooks(),
-        active_autocast() if questions.autocast else None,
-        read_settings(questions.settings) if questions.settings else None,
-        tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
-        if questions.gradients
-        else None,
-        None if questions.names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
-        arguments.strides if questions.strides and arguments is not None else None,
+        None if names.isdisjoint(AUTOCAST_QUESTIONS) else active_autocast(),
+        read_settings(variables.settings) if variables.settings else None,
+        _trained(tree) if "requires_grad" in names else None,
+        None if names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
+        None if arguments is None or names.isdisjoint(STRIDE_QUESTIONS) else arguments.memory_orders,
     )
 
 
-def _check_attributes(questions: Questions, arguments: Arguments) -> None:
+def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
+    """Return requires_grad of each parameter."""
+    return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
+
+
+def _check_attributes(names: frozenset[str], arguments: Arguments) -> None:
     """Raise a FusionError where a tensor carries a Python attribute that forward may read: an array has none."""
     for index, tensor in enumerate(arguments.values):
         attributes = vars(tensor) if isinstance(tensor, Tensor) else None
-        if attributes and (read := sorted(questions.names & attributes.keys())):
+        if attributes and (read := sorted(names & attributes.keys())):
             raise FusionError(
                 f"input {index} carries the Python attribute {read[0]}, a name that forward's code has, and a tensor "
                 "of an array has no attributes; give its value as an argument of its own, and the tensor as "

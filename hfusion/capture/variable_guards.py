@@ -6,12 +6,10 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.reachable_code import MAX_DEPTH, MISSING, Attributes, GlobalVariables, Holder, search_of
 from hfusion.core.python_values import (
     CONTAINERS,
@@ -24,8 +22,7 @@ from hfusion.core.python_values import (
     size,
     slots,
 )
-from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
-from hfusion.device.backend import AUTOCAST_QUESTIONS
+from hfusion.core.torch_settings import asked_settings
 
 _END, _LARGE = object(), object()
 # Types of objects to which attributes are seldom added, and of which there are many.
@@ -34,43 +31,16 @@ _RARELY_GIVEN = (type, types.FunctionType, functools._lru_cache_wrapper)
 Read: TypeAlias = Callable[[Any], Iterable[Any]]
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The properties of torch and tensors besides values that code of models may read, by the names in it.
-
-    Attributes:
-        names: all names in the code, also those that it passes to getattr.
-        autocast: whether it may read if autocast is on.
-        settings: the functions that read the settings of torch that it may use.
-        gradients: whether it may read which tensors need a gradient.
-        strides: whether it may read strides.
-        random_state: whether it may read the state of random numbers.
-    """
-
-    names: frozenset[str]
-    autocast: bool
-    settings: tuple[Callable[[], Any], ...]
-    gradients: bool
-    strides: bool
-    random_state: bool
-
-    @staticmethod
-    def of(names: frozenset[str]) -> Questions:
-        return Questions(
-            names,
-            autocast=not names.isdisjoint(AUTOCAST_QUESTIONS),
-            settings=asked_settings(names),
-            gradients="requires_grad" in names,
-            strides=not names.isdisjoint(STRIDE_QUESTIONS),
-            random_state=not names.isdisjoint(RANDOM_STATE),
-        )
-
-
 class Variables:
     """The variables that the code of ``models`` names, with their values when this object was created.
 
-    ``without``: names of variables to leave out. ``questions``: the other properties that the code may read.
-    ``is_complete``: whether all code within reach was searched.
+    Args:
+        without: names of variables to leave out.
+
+    Attributes:
+        names: all names in the code, also those that it passes to getattr.
+        settings: the functions that read the settings of torch that the code may use.
+        is_complete: whether all code within reach was searched.
     """
 
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
@@ -80,7 +50,7 @@ class Variables:
         self.holders, self.is_complete = search.holders, search.complete
         for holder in self.holders:
             self._add(holder, without)
-        self.questions = Questions.of(search.all_names)
+        self.names, self.settings = search.all_names, asked_settings(search.all_names)
 
     def is_unchanged(self) -> bool:
         """Return whether all variables still hold the same objects, with the same items."""

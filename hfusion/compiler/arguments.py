@@ -82,15 +82,6 @@ class Arguments:
         return args, kwargs
 
     @property
-    def strides(self) -> tuple[Any, ...]:
-        """The strides of each leaf as a member sees it, hashable; None for contiguous tensors and other values."""
-        rows = [row_of_leaf(leaf, 0) for leaf in self.leaves]
-        dense = [isinstance(row, Tensor) and row.layout is torch.strided for row in rows]
-        return tuple(
-            [row.stride() if d and not row.is_contiguous() else None for row, d in zip(rows, dense, strict=True)]
-        )
-
-    @property
     def memory_orders(self) -> tuple[Any, ...]:
         """The memory order of each leaf's dims as a member sees it, hashable and independent of sizes.
 
