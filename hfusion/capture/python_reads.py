@@ -5,16 +5,18 @@ such as ``v != v`` and ``v * 0 == 0``, leave no trace in the graph, though a NaN
 text is its name. So code that reads a number that no graph can hold is refused there, and runs as members' own code.
 A condition that only decides whether to raise (``assert (x > 0).all()``) becomes a call of `EXPECT` in the graph.
 
-Such conditions are recognised in the bytecode of Python 3.11 to 3.14. One that is not recognised costs a loop over
-members, and one recognised in error a second run if it fails: results are right either way.
+Such conditions are recognised in the source of the code. One that is not recognised costs a loop over members, and one
+recognised in error a second run if it fails: results are right either way.
 """
 
 from __future__ import annotations
 
-import dis
+import ast
+import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
+from itertools import islice
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -234,14 +236,6 @@ def _line(frame: FrameType) -> str:
     return f"{caller.f_code.co_filename.rpartition('/')[2]}:{caller.f_lineno}"
 
 
-_SKIPPED = frozenset({"CACHE", "NOP", "TO_BOOL", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"})
-
-
-@lru_cache(maxsize=256)
-def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    return tuple(dis.get_instructions(code))
-
-
 def truth_without_raise(frame: FrameType) -> bool | None:
     """Return the truth value for which ``frame``, which is testing a value, does not raise.
 
@@ -249,62 +243,47 @@ def truth_without_raise(frame: FrameType) -> bool | None:
     """
     if frame.f_code.co_name == "_check_tensor_all_with" and _module(frame) == "torch":
         return True
-    instructions = _instructions(frame.f_code)
-    # A call of Python code is at the last of its inline caches.
-    asking = index = max(k for k, instruction in enumerate(instructions) if instruction.offset <= frame.f_lasti)
-    if instructions[asking].opname == "PRECALL":
-        # Python 3.11, where it has specialized the call of a builtin, makes it in the instruction before.
-        asking = index = next(k for k in range(asking, len(instructions)) if instructions[k].opname == "CALL")
-    inverted = False
-    while "POP_JUMP" not in instructions[index].opname:
-        if instructions[index].opname == "UNARY_NOT":
-            inverted = not inverted
-        elif index != asking and instructions[index].opname not in _SKIPPED:
-            return None
-        index += 1
-        if index == len(instructions):
-            return None
-    jump = instructions[index].opname
-    if not jump.endswith(("_TRUE", "_FALSE")):
-        return None
-    branches = instructions[index].argval, instructions[index + 1].offset
-    raising = [_only_raises(frame.f_code, offset) for offset in branches]
-    if raising[0] == raising[1]:
-        return None
-    # The truth value for which the code jumps.
-    jumps = jump.endswith("_TRUE")
-    return (jumps != raising[0]) != inverted
+    # Of a jump, Python 3.11 knows the statement only: the instruction before it computes what is tested.
+    index = frame.f_lasti // 2
+    places = set(islice(frame.f_code.co_positions(), index - 1, index + 1))
+    truths = (_truth_at(places, test, passing) for test, passing in _checks(frame.f_code))
+    return next((truth for truth in truths if truth is not None), None)
 
 
-def _only_raises(code: CodeType, start: int) -> bool:
-    """Return whether all paths through ``code`` from the offset ``start`` end in an error that it does not catch."""
-    instructions = _instructions(code)
-    indices = {instruction.offset: k for k, instruction in enumerate(instructions)}
-    waiting, visited = [indices[start]], set()
-    while waiting:
-        index = waiting.pop()
-        if index in visited:
-            continue
-        visited.add(index)
-        name = instructions[index].opname
-        if name.startswith(("RETURN_", "YIELD_")):
-            return False
-        if name in ("RAISE_VARARGS", "RERAISE"):
-            waiting += [indices[offset] for offset in _handlers(code, instructions[index].offset)]
-            continue
-        jumps = instructions[index].opcode in (*dis.hasjrel, *dis.hasjabs)
-        if jumps:
-            waiting.append(indices[instructions[index].argval])
-        if not (jumps and name.startswith("JUMP_") and "_IF_" not in name):
-            waiting.append(index + 1)
-    return True
+@lru_cache(maxsize=256)
+def _checks(code: CodeType) -> list[tuple[ast.expr, bool]]:
+    """Return the tests in a function that raise for one outcome, each with the other outcome."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        # An indented function is parsed as the body of a statement, which keeps its columns.
+        tree = ast.parse("".join(["if True:\n" if lines[0][0].isspace() else "\n", *lines]))
+    except (OSError, SyntaxError, IndexError):
+        return []
+    ast.increment_lineno(tree, first - 2)
+    nodes = list(ast.walk(tree))
+    handled = (part for node in nodes if isinstance(node, ast.Try) and node.handlers for part in node.body)
+    caught = {inner for part in handled for inner in ast.walk(part)}
+    checks = [(node.test, True) for node in nodes if isinstance(node, ast.Assert) and node not in caught]
+    for node in nodes:
+        if isinstance(node, ast.If) and node not in caught and _only_raises(node.body) != _only_raises(node.orelse):
+            checks.append((node.test, _only_raises(node.orelse)))
+    return checks
 
 
-def _handlers(code: CodeType, offset: int) -> Iterator[int]:
-    """Yield the offsets of handlers of an error at ``offset``, except for with statements, which pass it on."""
-    instructions = {instruction.offset: k for k, instruction in enumerate(_instructions(code))}
-    for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
-        if entry.start <= offset < entry.end:
-            after = _instructions(code)[instructions[entry.target] :][:2]
-            if not any(instruction.opname == "WITH_EXCEPT_START" for instruction in after):
-                yield entry.target
+def _only_raises(body: list[ast.stmt]) -> bool:
+    """Return whether statements end in an error, and cannot be left otherwise."""
+    exits = (ast.Return, ast.Yield, ast.YieldFrom, ast.Break, ast.Continue)
+    inner = (part for statement in body for part in ast.walk(statement))
+    return bool(body) and isinstance(body[-1], ast.Raise) and not any(isinstance(part, exits) for part in inner)
+
+
+def _truth_at(places: set[Any], test: ast.expr, passing: bool) -> bool | None:
+    """Return the truth of the expression at one of ``places`` if ``test`` is ``passing``; None if that is open."""
+    if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) in places:
+        return passing
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _truth_at(places, test.operand, not passing)
+    # All parts of an ``and`` that holds do, and none of an ``or`` that does not.
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is passing else ()
+    truths = (_truth_at(places, part, passing) for part in parts)
+    return next((truth for truth in truths if truth is not None), None)
