@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -98,21 +97,14 @@ def describe(program: Program, check: str) -> ProgramReport:
     alike: defaultdict[tuple[str, Lowering], list[fx.Node]] = defaultdict(list)
     for node in program.module.graph.nodes:
         if node.op == "call_function" and "origin" in node.meta and not node.meta.get("transition"):
-            alike[operator_name(node.meta["origin"]), node.meta["lowering"]].append(node)
-    rows = [Row(operator, lowering, len(nodes), _cost(nodes)) for (operator, lowering), nodes in alike.items()]
+            alike[str(node.meta["origin"].target).removeprefix("aten."), node.meta["lowering"]].append(node)
+    rows = [
+        Row(operator, lowering, len(nodes), sum(n.meta["choice"].price for n in nodes if "choice" in n.meta))
+        for (operator, lowering), nodes in alike.items()
+    ]
     mode = "train" if program.training else "eval"
     title = f"{program.name}  B={program.members}  {mode}"
     return ProgramReport(title, tuple(sorted(rows, key=lambda row: row.cells)), program.copies, check, program)
-
-
-def operator_name(origin: fx.Node) -> str:
-    """Return the name of an operator, such as ``conv2d.default``."""
-    return str(origin.target).removeprefix("aten.")
-
-
-def _cost(nodes: Sequence[fx.Node]) -> float:
-    prices: list[float] = [node.meta["choice"].price for node in nodes if "choice" in node.meta]
-    return sum(prices)
 
 
 def seconds(value: float) -> str:

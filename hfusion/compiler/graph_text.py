@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from hfusion.passes.regions import Region
 # The packages whose functions a graph may call.
 _SOURCES = ("hfusion", "torch", "math", "_operator")
 _PLAIN = (bool, int, float, str, type(None))
-# Values of torch that are written as their names, such as float32 and contiguous_format.
-_NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class Unwritable(Exception):
@@ -80,33 +78,16 @@ def write_value(value: Any, indices: dict[fx.Node, int]) -> Any:
         return value
     if isinstance(value, list):
         return [write_value(item, indices) for item in value]
-    kind, content = _tagged(value, indices)
-    return {kind: content}
-
-
-def _tagged(value: Any, indices: dict[fx.Node, int]) -> tuple[str, Any]:
-    if isinstance(value, fx.Node):
-        return "node", indices[value]
-    if isinstance(value, MemberScalars):
-        return "members", [write_value(item, indices) for item in value.values]
-    if isinstance(value, tuple):
-        return "tuple", [write_value(item, indices) for item in value]
-    if isinstance(value, dict):
-        return "dict", [[write_value(part, indices) for part in pair] for pair in value.items()]
-    if isinstance(value, slice):
-        return "slice", [write_value(part, indices) for part in (value.start, value.stop, value.step)]
-    if isinstance(value, complex):
-        return "complex", [value.real, value.imag]
-    if isinstance(value, torch.device):
-        return "device", str(value)
-    if isinstance(value, Layout):
-        return "array layout", value.value
-    for kind, value_type in _NAMED.items():
+    for kind, (value_type, write, _) in _KINDS.items():
         if isinstance(value, value_type):
-            return kind, str(value).removeprefix("torch.")
+            return {kind: write(value, indices)}
     if callable(value):
-        return "function", function_name(value)
+        return {"function": function_name(value)}
     raise Unwritable(type(value).__name__)
+
+
+def _write_all(items: Iterable[Any], indices: dict[fx.Node, int]) -> list[Any]:
+    return [write_value(item, indices) for item in items]
 
 
 def _read(value: Any, nodes: Sequence[fx.Node]) -> Any:
@@ -115,7 +96,7 @@ def _read(value: Any, nodes: Sequence[fx.Node]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
-    return _READERS[kind](content, nodes)
+    return find_function(content) if kind == "function" else _KINDS[kind][2](content, nodes)
 
 
 def _read_all(items: Any, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
@@ -171,19 +152,35 @@ def _find(file: str, path: str) -> Any:
     return target
 
 
-def _reader(expected_type: type) -> Callable[[Any, Sequence[fx.Node]], Any]:
-    return lambda text, nodes: _named(text, expected_type)
+def _row(value_type: type) -> tuple[type, Callable[..., Any], Callable[..., Any]]:
+    """Return the row of `_KINDS` for values of torch that are written as their names, such as contiguous_format."""
+    return value_type, lambda value, _: str(value).removeprefix("torch."), lambda text, _: _named(text, value_type)
 
 
-_READERS: dict[str, Callable[[Any, Sequence[fx.Node]], Any]] = {
-    "node": lambda index, nodes: nodes[operator.index(index)],
-    "members": lambda items, nodes: MemberScalars(_read_all(items, nodes)),
-    "tuple": _read_all,
-    "dict": lambda pairs, nodes: {_read(key, nodes): _read(item, nodes) for key, item in pairs},
-    "slice": lambda parts, nodes: slice(*_read_all(parts, nodes)),
-    "complex": lambda parts, nodes: complex(*parts),
-    "device": lambda text, nodes: torch.device(text),
-    "array layout": lambda text, nodes: Layout(text),
-    **{kind: _reader(known) for kind, known in _NAMED.items()},
-    "function": lambda text, nodes: find_function(text),
+# By the kind of a value in the text: its type, and how it is written (with the index of each node) and read (with the
+# nodes so far).
+_KINDS: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {
+    "node": (fx.Node, lambda node, indices: indices[node], lambda index, nodes: nodes[operator.index(index)]),
+    "members": (
+        MemberScalars,
+        lambda scalars, indices: _write_all(scalars.values, indices),
+        lambda items, nodes: MemberScalars(_read_all(items, nodes)),
+    ),
+    "tuple": (tuple, _write_all, _read_all),
+    "dict": (
+        dict,
+        lambda held, indices: [_write_all(pair, indices) for pair in held.items()],
+        lambda pairs, nodes: dict(_read_all(pair, nodes) for pair in pairs),
+    ),
+    "slice": (
+        slice,
+        lambda part, indices: _write_all((part.start, part.stop, part.step), indices),
+        lambda parts, nodes: slice(*_read_all(parts, nodes)),
+    ),
+    "complex": (complex, lambda number, _: [number.real, number.imag], lambda parts, _: complex(*parts)),
+    "device": (torch.device, lambda device, _: str(device), lambda text, _: torch.device(text)),
+    "array layout": (Layout, lambda layout, _: layout.value, lambda text, _: Layout(text)),
+    "dtype": _row(torch.dtype),
+    "layout": _row(torch.layout),
+    "memory_format": _row(torch.memory_format),
 }
