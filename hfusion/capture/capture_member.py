@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from hfusion.capture.eager_fallbacks import culprits, opaque, record
 from hfusion.capture.eager_runs import runnable
@@ -24,7 +23,8 @@ from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.reachable_code import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
-from hfusion.core.program import Capture, input_dims
+from hfusion.core.guards import fixed
+from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.functional import OPAQUE
 
 _KNOWS_SIZES = (
@@ -46,15 +46,13 @@ class VaryingSizes:
     open: bool = False
     whole: str = ""
 
-    def closed_by(self, captured: Capture, leaves: Sequence[Any]) -> bool:
-        """Return whether a capture specialized a dim that varies; dims of size 0 or 1 are not counted."""
-        inputs = input_dims(captured.graph, captured.slots)
-        return any(
-            dim not in inputs[k] and leaves[k].shape[dim] > 1
-            for k, dims in enumerate(self.dims)
-            for dim in dims
-            if isinstance(leaves[k], Tensor)
-        )
+
+def specializes(graph: fx.Graph, slots: Sequence[Slot], dims: Sequence[Collection[int]]) -> bool:
+    """Return whether a graph holds for one size only of one of the ``dims`` of its inputs; of 0 and 1 all do."""
+    placeholders = graph.find_nodes(op="placeholder")
+    examples = [node.meta.get("val") for node, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
+    sizes = [fixed(example.shape[dim]) for example, of_input in zip(examples, dims, strict=True) for dim in of_input]
+    return any(size is not None and size > 1 for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,6 @@ class Member:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     bodies: Callable[[], Sequence[nn.Module]]
-
-    @property
-    def leaves(self) -> list[Any]:
-        return pytree.tree_leaves((self.args, dict(self.kwargs)))
 
 
 def capture_member(
@@ -97,7 +91,7 @@ def capture_member(
                 raise
             refusal = error
         else:
-            if not sizes.open or not sizes.closed_by(graph, member.leaves):
+            if not sizes.open or not specializes(graph.graph, graph.slots, sizes.dims):
                 return graph, []
             looped = {WHOLE: _KNOWS_SIZES}
             if not loops:
@@ -126,20 +120,20 @@ def _with_loops(
     if observed is None:
         observed = observe(model, args, kwargs)
         check_state(observed)
-    records = record(model, args, kwargs, observed.modes, [WHOLE] if WHOLE in looped else [*islands(model)])
-    bodies = member.bodies()
+    records = record(model, args, kwargs, [WHOLE] if WHOLE in looped else [*islands(model)])
+    bodies, modes = member.bodies(), observed.modes
     graphs: dict[frozenset[Island], tuple[Capture, list[OpaqueCall]]] = {}
 
     def capture_around(stubs: Mapping[Island, str]) -> None:
         with opaque(model, stubs, records, bodies) as calls:
             graph = capture(model, args, kwargs, varying=False, dims=sizes.dims if WHOLE in stubs else ())
         _add_values(graph.graph, calls)
-        graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
+        graphs[frozenset(stubs)] = replace(graph, modes=modes), calls
 
     fallbacks = culprits(model, records, looped, capture_around, refusal)
     if frozenset(fallbacks) not in graphs:
         capture_around(fallbacks)
-    _check_modes(records.modes, [island.path for island in fallbacks])
+    _check_modes(modes, [island.path for island in fallbacks])
     return graphs[frozenset(fallbacks)]
 
 

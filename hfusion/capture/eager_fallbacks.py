@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_fingerprint import RegisteredKey, contents, python_attributes
+from hfusion.capture.attribute_fingerprint import python_attributes, registered_names
 from hfusion.capture.eager_runs import apart, call_on_copies, twin
 from hfusion.capture.fallback_runtime import (
     TENSOR,
@@ -29,35 +29,24 @@ from hfusion.capture.fallback_runtime import (
     Result,
     numbered,
     share_memory,
+    value_text,
 )
 from hfusion.capture.hooks import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
-from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity, restored
+from hfusion.capture.python_state import CODE, MUTABLE_CONTAINERS, restored
 from hfusion.capture.reachable_code import names_of, names_written, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.memory import same_values, tensors_in
-from hfusion.core.python_values import PLAIN, IdentityRef, Link, container_key, parts, walk
+from hfusion.core.python_values import PLAIN, Link, parts, walk
 from hfusion.core.tree import know_dataclasses
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.functional import OPAQUE
 from hfusion.torch_private.dispatch_modes import is_wrapped
 
 # Types other than tensors that arguments and results of a fallback may have; their values are equal for all members.
-ARGUMENTS = (
-    str,
-    int,
-    float,
-    complex,
-    bytes,
-    enum.Enum,
-    type,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+ARGUMENTS = (*PLAIN, enum.Enum, type, torch.layout, torch.memory_format)
 # Types of results of a submodule, which are the same at every call. Floats are mostly computed from values of tensors.
 _RESULTS = (str, int)
 
@@ -70,7 +59,7 @@ class RecordedCall:
     """One call of an island.
 
     Attributes:
-        number, inside: the number of the call, and the numbers of the calls around it, outermost first.
+        around: the islands whose calls are around this one, outermost first.
         leaves: its flat arguments.
         contiguous: whether its inputs were contiguous.
         written: whether it wrote into an input.
@@ -78,8 +67,7 @@ class RecordedCall:
     """
 
     island: Island
-    number: int
-    inside: tuple[int, ...]
+    around: tuple[Island, ...]
     leaves: Sequence[Any]
     output: Any
     contiguous: bool
@@ -87,112 +75,45 @@ class RecordedCall:
     does: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Records:
     """The recorded calls of one run of a model.
 
     Attributes:
-        calls: the calls in the order in which they began.
-        changed: the keys of the model's tensors that the run changed.
+        calls: the calls in the order in which they ended.
         failed: the islands with a call that raised an error, which forward caught.
-        modes: see `Capture`.
-        state: how the model's Python state changes during the run.
+        changed: the keys of the model's tensors that the run changed.
+        open: the islands of the calls that have not ended.
     """
 
-    calls: Sequence[RecordedCall]
-    changed: frozenset[str]
-    failed: frozenset[Island]
-    modes: Mapping[str, bool]
-    state: StateWatch
+    calls: list[RecordedCall] = field(default_factory=list)
+    failed: set[Island] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    open: list[Island] = field(default_factory=list)
 
     def of(self, island: Island) -> list[RecordedCall]:
         return [call for call in self.calls if call.island == island]
 
     def outside(self, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
         """Return the calls of ``island`` that are not inside a call of one of the ``stubs``."""
-        entered = {call.number for call in self.calls if call.island in stubs}
-        return [call for call in self.of(island) if entered.isdisjoint(call.inside)]
+        return [call for call in self.of(island) if stubs.isdisjoint(call.around)]
 
     def callers(self, island: Island) -> list[Island]:
         """Return the islands that call ``island`` directly."""
-        by_number = {call.number: call.island for call in self.calls}
-        return [by_number[call.inside[-1]] for call in self.of(island) if call.inside and call.inside[-1] in by_number]
-
-
-def record(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    modes: Mapping[str, bool],
-    recorded: Sequence[Island],
-) -> Records:
-    """Run a copy of ``model`` and record the calls in it. Inputs and random states are not changed.
-
-    Args:
-        modes: see `Capture`.
-        recorded: the islands whose calls are recorded, with that of the whole forward.
-
-    Raises:
-        FusionError: forward is no plain method.
-    """
-    if WHOLE not in islands(model):
-        raise FusionError(
-            f"forward of {type(model).__name__} is no plain method, and can only run in a loop over members; define it "
-            "by def forward(self, ...)"
-        )
-    member = twin(model)
-    recorder = _CallRecorder(StateWatch(member))
-    registered = dict(tensors(member))
-    before = {name: _state(tensor) for name, tensor in registered.items()}
-    with restored(model), apart(member):
-        args, kwargs = copies((args, dict(kwargs)))
-        with intercepted(member, recorded, recorder.call):
-            call_on_copies(member, args, kwargs)
-        after, originals = dict(tensors(member)), dict(tensors(model))
-        changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
-        changed |= {
-            name
-            for name in registered
-            if registered[name] is not after[name] or _state(registered[name]) != before[name]
-        }
-    calls = [call for call in recorder.calls if call is not None]
-    return Records(calls, frozenset(changed), frozenset(recorder.failed), modes, recorder.state)
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Return version and address; a write changes the former, an assignment of ``tensor.data`` the latter."""
-    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
-@dataclass
-class _CallRecorder:
-    """Records calls.
-
-    Attributes:
-        calls: the calls by number; None for those that raised an error, or have not ended.
-        failed: the islands that raised errors.
-        open: the numbers of the calls that have not ended.
-    """
-
-    state: StateWatch
-    calls: list[RecordedCall | None] = field(default_factory=list)
-    failed: set[Island] = field(default_factory=set)
-    open: list[int] = field(default_factory=list)
+        return [call.around[-1] for call in self.of(island) if call.around]
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``method``, and record the call."""
-        island, module, number = method.island, method.module, len(self.calls)
+        island, module = method.island, method.module
         know_dataclasses((args, kwargs))
         own = [tensor for _, tensor in tensors(module)]
         # Tensors wrapped by torch.func's transforms mean nothing outside of them.
         if any(map(is_wrapped, [*tensors_in((args, kwargs)), *own])):
             return method.original(*args, **kwargs)
-        self.state.look(island, module)
-        self.calls.append(None)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors_in(leaves)]
         contiguous = all(x.layout is torch.strided and x.is_contiguous() for x, _, _ in inputs)
-        self.open.append(number)
+        self.open.append(island)
         try:
             output = method.original(*args, **kwargs)
         except Exception:
@@ -202,7 +123,6 @@ class _CallRecorder:
             self.open.pop()
         know_dataclasses(output)
         results = tensors_in(output)
-        self.state.look(island, module)
         if any(map(is_wrapped, results)):
             return output
         later_leaves, later_spec = pytree.tree_flatten((args, kwargs))
@@ -217,99 +137,48 @@ class _CallRecorder:
         elif altered:
             does = "changes a list, dict or object among its arguments; return what it adds"
         # A new container is recorded: forward may change the original later.
-        self.calls[number] = RecordedCall(
-            island,
-            number,
-            tuple(self.open),
-            leaves,
-            pytree.tree_map(lambda leaf: leaf, output),
-            contiguous,
-            written,
-            does,
-        )
+        recorded = pytree.tree_map(lambda leaf: leaf, output)
+        self.calls.append(RecordedCall(island, tuple(self.open), leaves, recorded, contiguous, written, does))
         return output
 
 
-def _path(*parts: str) -> str:
-    return ".".join(filter(None, parts))
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], recorded: Sequence[Island]) -> Records:
+    """Run a copy of ``model`` and record the calls in it. Inputs and random states are not changed.
 
+    Args:
+        recorded: the islands whose calls are recorded, with that of the whole forward.
 
-# Types whose contents are no state of a model.
-_LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
-# Nested levels of containers whose items are compared.
-_DEPTH = 4
-
-
-class StateWatch:
-    """Compares the Python state of ``model`` with that at the beginning of a run of its forward.
-
-    Attributes:
-        changing: the islands of which a call began or ended with another state in reach, with an attribute of it.
+    Raises:
+        FusionError: forward is no plain method.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.changing: dict[Island, str] = {}
-        self._model, self._search = model, search_of([model])
-        self._registered = {id(tensor) for _, tensor in tensors(model)}
-        self._start = self._read("", model)
-
-    def look(self, island: Island, module: nn.Module) -> None:
-        """Compare the state in reach of ``module``, of which a call begins or ends."""
-        if island not in self.changing:
-            state, prefix = self._read(island.path, module), f"{island.path}." if island.path else ""
-            before = {name: key for name, key in self._start.items() if name.startswith(prefix) or name in state}
-            changed = [name for name in {**before, **state} if before.get(name) != state.get(name)]
-            if changed:
-                self.changing[island] = min(changed)
-
-    def _read(self, path: str, module: nn.Module) -> dict[str, Any]:
-        """Return the attributes of ``module`` and of its submodules, and all variables that code names."""
-        held = {
-            _path(path, inner, name): container_key(value, self._key, _DEPTH)
-            for inner, part in module.named_modules(remove_duplicate=False)
-            for name, value in python_attributes(part)
-        }
-        return held | dict(compared_variables(self._search.holders))
-
-    def _key(self, value: Any) -> Any:
-        # What is written into registered tensors is no Python state.
-        return IdentityRef(value) if id(value) in self._registered else identity(value)
-
-    @cached_property
-    def _names_written(self) -> tuple[frozenset[str], frozenset[str]]:
-        return names_written(self._model)
-
-    def written(self, island: Island) -> str | None:
-        """Return an attribute in reach of ``island`` that forward changes, or may change; None if there is none."""
-        if island in self.changing:
-            return self.changing[island]
-        modules = list(self._model.get_submodule(island.path).modules())
-        held = {id(module): [(name, value) for name, value in python_attributes(module)] for module in modules}
-
-        def visit(holder: Any) -> list[Any]:
-            if not isinstance(holder, nn.Module):
-                held[id(holder)] = [
-                    (name if link is Link.ATTRIBUTE else "", part) for link, name, part in parts(holder)
-                ]
-            return [value for _, value in held[id(holder)] if not isinstance(value, _LEAVES)]
-
-        reached = walk(modules, visit)
-        # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
-        files = {type(module).__module__ for module in modules}
-        assigned, filled = self._names_written
-        return min(
-            (
-                name
-                for key, holder in reached.items()
-                for name, value in held[key]
-                if (name in assigned and (type(holder).__module__ in files or type(holder) is types.SimpleNamespace))
-                or (name in filled and isinstance(value, MUTABLE_CONTAINERS))
-            ),
-            default=None,
+    if WHOLE not in islands(model):
+        raise FusionError(
+            f"forward of {type(model).__name__} is no plain method, and can only run in a loop over members; define it "
+            "by def forward(self, ...)"
         )
+    member, records = twin(model), Records()
+    before = {name: (tensor, _state(tensor)) for name, tensor in tensors(member)}
+    with restored(model), apart(member):
+        args, kwargs = copies((args, dict(kwargs)))
+        with intercepted(member, recorded, records.call):
+            call_on_copies(member, args, kwargs)
+        originals = dict(tensors(model))
+        for name, tensor in tensors(member):
+            held, state = before[name]
+            if held is not tensor or state != _state(held) or not same_values(tensor, originals[name]):
+                records.changed.add(name)
+    return records
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Return version and address; a write changes the former, an assignment of ``tensor.data`` the latter."""
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 # Which submodules run in a loop.
+
+# Types whose contents are no state of a model.
+_LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +203,7 @@ class Fitness:
         for leaf in pytree.tree_leaves([call.output for call in calls]):
             if leaf is not None and not isinstance(leaf, (Tensor, *kinds)):
                 return (
-                    f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
+                    f"{label} returns {value_text(leaf)}; let it return tensors only, in tuples, lists, dicts "
                     f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
                 )
         if any(call.written for call in calls):
@@ -345,10 +214,11 @@ class Fitness:
             return f"{label} {does}"
         for leaf in itertools.chain.from_iterable(call.leaves for call in calls):
             if leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
-                return f"{label} takes {_describe(leaf)}, which may belong to one member; pass tensors and numbers"
-        if (written := self.records.state.written(island)) is not None:
+                return f"{label} takes {value_text(leaf)}, which may belong to one member; pass tensors and numbers"
+        written = self.written(island)
+        if (place := f"its attribute {written}" if written is not None else self._variable_written) is not None:
             return (
-                f"{label} has Python state in its attribute {written}, which may change while forward runs; give it as "
+                f"{label} has Python state in {place}, which may change while forward runs; give it as "
                 "an argument, and return it"
             )
         read = ADDRESSES.union(MEMORY_QUESTIONS)
@@ -360,38 +230,77 @@ class Fitness:
             return f"{label} {held}"
         return None
 
+    def written(self, island: Island) -> str | None:
+        """Return an attribute in reach of ``island`` that forward may change; None if there is none."""
+        modules = list(self.model.get_submodule(island.path).modules())
+        held = {id(module): list(python_attributes(module)) for module in modules}
+
+        def visit(holder: Any) -> list[Any]:
+            if not isinstance(holder, nn.Module):
+                named = ((name if link is Link.ATTRIBUTE else "", part) for link, name, part in parts(holder))
+                held[id(holder)] = list(named)
+            return [value for _, value in held[id(holder)] if not isinstance(value, _LEAVES)]
+
+        reached = walk(modules, visit)
+        # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
+        files = {type(module).__module__ for module in modules}
+        assigned, filled = self._names_written
+        return min(
+            (
+                name
+                for key, holder in reached.items()
+                for name, value in held[key]
+                if (name in assigned and (type(holder).__module__ in files or type(holder) is types.SimpleNamespace))
+                or (name in filled and isinstance(value, MUTABLE_CONTAINERS))
+            ),
+            default=None,
+        )
+
+    @cached_property
+    def _names_written(self) -> tuple[frozenset[str], frozenset[str]]:
+        return names_written(self.model)
+
+    @cached_property
+    def _variable_written(self) -> str | None:
+        """A variable of a class or file of the model's own code that forward may change; None if there is none."""
+        files = {type(module).__module__ for module in self.model.modules()}
+        assigned, filled = self._names_written
+        for holder in search_of([self.model]).holders:
+            held = holder.held
+            file = held.get("__name__") if isinstance(held, dict) else getattr(held, "__module__", None)
+            for name in holder.names if file in files else ():
+                value = holder.read(name)
+                changes = name in assigned or (name in filled and isinstance(value, MUTABLE_CONTAINERS))
+                if changes and not isinstance(value, CODE):
+                    return f"{holder.title}{name}"
+        return None
+
     def held(self, island: Island) -> str | None:
         """Describe a plain attribute below ``island`` that holds a registered tensor, or a module outside of it.
 
         Attributes that forward's code does not name are left out.
         """
         prefix, own = f"{island.path}." if island.path else "", dict(tensors(self.model))
-        for name, value in self._contents.items():
-            if name.startswith(prefix) and name.rpartition(".")[2] in self._names_in_code:
-                for registered in _registered_names(value):
+        names = registered_names(self.model)
+
+        def visit(value: Any) -> list[Any]:
+            is_leaf = id(value) in names or isinstance(value, (*PLAIN, Tensor, type, types.ModuleType, fx.Graph))
+            return [] if is_leaf else [part for _, _, part in parts(value)]
+
+        for path, module in self.model.get_submodule(island.path).named_modules(prefix=island.path):
+            for name, value in python_attributes(module):
+                reached = walk([value], visit) if name in self._names_in_code else ()
+                for registered in (names[key] for key in reached if key in names):
                     if registered in own or not f"{registered}.".startswith(prefix):
                         return (
-                            f"holds {registered or 'the whole model'} in its attribute {name}, where the array cannot "
-                            "put its own tensor; register it as a parameter, buffer or submodule"
+                            f"holds {registered or 'the whole model'} in its attribute {f'{path}.{name}'.strip('.')}, "
+                            "where the array cannot put its own tensor; register it as a parameter, buffer or submodule"
                         )
         return None
 
     @cached_property
     def _names_in_code(self) -> frozenset[str]:
         return names_of([self.model])
-
-    @cached_property
-    def _contents(self) -> dict[str, Any]:
-        return contents(self.model)
-
-
-def _registered_names(value: Any) -> Iterator[str]:
-    """Yield the names of the model's registered tensors and modules in a value returned by `contents`."""
-    if isinstance(value, RegisteredKey):
-        yield value.name
-    elif isinstance(value, tuple | frozenset):
-        for part in value:
-            yield from _registered_names(part)
 
 
 def _registration(value: Any) -> str:
@@ -403,10 +312,6 @@ def _cacheless(model: nn.Module) -> str:
     """Return advice to switch off the key-value cache if ``model`` is a transformers model that returns it."""
     caches = getattr(getattr(model, "config", None), "use_cache", False)
     return "; call the array with use_cache=False, or set config.use_cache = False in its models" if caches else ""
-
-
-def _describe(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float) else type(value).__name__
 
 
 class _Raising:
@@ -461,13 +366,14 @@ def culprits(
         # A trace alone does not show what a graph loses.
         why = why or refusal
         if place is not None and place not in fallbacks and fitness.unfit(place) is None:
-            fallbacks |= dict.fromkeys([place, *_like(place, fitness, fallbacks)], why)
+            called = [other for other in alike(model, place) if records.outside(other, fallbacks.keys())]
+            fallbacks |= dict.fromkeys([place, *(other for other in called if fitness.unfit(other) is None)], why)
         else:
             callers = {caller: reason for island, reason in fallbacks.items() for caller in records.callers(island)}
             fallbacks = callers or {WHOLE: why}
     if (unfit := fitness.unfit(WHOLE)) is not None:
         raise FusionError(unfit)
-    if (written := records.state.written(WHOLE)) is not None:
+    if (written := fitness.written(WHOLE)) is not None:
         raise KeepsState(
             f"forward may change Python state in {written}, and no graph holds all of it: {fallbacks[WHOLE]}", [written]
         )
@@ -476,14 +382,10 @@ def culprits(
     return {WHOLE: fallbacks[WHOLE]}
 
 
-def _like(place: Island, fitness: Fitness, stubs: Mapping[Island, str]) -> Iterator[Island]:
-    """Yield the islands with the code of ``place`` that can run alone and are called outside of the ``stubs``."""
-    model, kind = fitness.model, type(fitness.model.get_submodule(place.path))
-    for path, module in model.named_modules():
-        island = Island(path, place.method)
-        called = type(module) is kind and fitness.records.outside(island, stubs.keys())
-        if called and fitness.unfit(island) is None:
-            yield island
+def alike(model: nn.Module, place: Island) -> Iterator[Island]:
+    """Yield the islands of ``model`` with the code of ``place``, which have the same operators."""
+    kind = type(model.get_submodule(place.path))
+    return (Island(path, place.method) for path, module in model.named_modules() if type(module) is kind)
 
 
 def _refusal(
@@ -526,66 +428,29 @@ def opaque(
     """
     traced_calls: list[OpaqueCall] = []
     recorded_calls = {island: itertools.cycle(records.outside(island, culprits.keys())) for island in culprits}
-    stubs: dict[Island, _Stub] = {}
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        island = method.island
-        if island not in stubs:
-            stubs[island] = _Stub(
-                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls
-            )
-        return stubs[island].trace(args, kwargs)
-
-    with intercepted(model, culprits, trace):
-        yield traced_calls
-
-
-@dataclass(eq=False)
-class _Stub:
-    """Replaces a method of a submodule while forward is traced.
-
-    Attributes:
-        records: its calls in an eager run, in order.
-        changed: the keys of the model's tensors that the run changed.
-        members: every member's model.
-        traced_calls: the calls that were traced, with those of other stubs.
-    """
-
-    method: Method
-    why: str
-    records: Iterator[RecordedCall]
-    changed: frozenset[str]
-    members: Sequence[nn.Module]
-    traced_calls: list[OpaqueCall]
-
-    @cached_property
-    def bodies(self) -> tuple[nn.Module, ...]:
-        return tuple(member.get_submodule(self.method.island.path) for member in self.members)
-
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add a call of `OPAQUE` to the trace, and return results of the structure of the recorded call."""
-        island, module = self.method.island, self.method.module
+        island, module = method.island, method.module
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
             raise FusionError(f"{island} takes a size that varies, and can only run in a loop over members")
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        record = next(self.records, None)
+        record = next(recorded_calls[island], None)
         if record is None or len(tensors_in(record.leaves)) != len(inputs):
             raise FusionError(
                 f"{island} is called more often, or with another number of tensors, in a capture than in an "
                 "eager run: forward must not ask whether it is traced (torch.compiler.is_compiling)"
             )
         prefix = f"{island.path}." if island.path else ""
-        changed = frozenset(name.removeprefix(prefix) for name in self.changed if name.startswith(prefix))
+        changed = frozenset(name.removeprefix(prefix) for name in records.changed if name.startswith(prefix))
         registered, buffers = dict(tensors(module)), dict(module.named_buffers(remove_duplicate=False))
         changing = [key for key in registered if key in buffers or key in changed]
         fixed = [key for key in registered if key not in changing]
         output, out_spec = pytree.tree_flatten(record.output)
         call = OpaqueCall(
-            str(island),
-            island.path,
-            island.method,
-            self.why,
+            island,
+            culprits[island],
             tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
             spec,
             tuple(fixed),
@@ -594,12 +459,15 @@ class _Stub:
             changed,
             not names_of([module]).isdisjoint(ADDRESSES),
             torch.is_grad_enabled(),
-            self.bodies,
+            tuple(member.get_submodule(island.path) for member in members),
         )
-        self.traced_calls.append(call)
+        traced_calls.append(call)
         own = [registered[key] for key in fixed], [registered[key] for key in changing]
         fresh = iter(OPAQUE(inputs, *own, numbered(call)))
         # torch.export takes few kinds of values, which are added later, and drops fields of dataclasses that are None.
         others = [0] * len(output) if island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
         return pytree.tree_unflatten(leaves, out_spec)
+
+    with intercepted(model, culprits, trace):
+        yield traced_calls

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.hooks import with_hooks
+from hfusion.capture.hooks import WHOLE, Island, with_hooks
 from hfusion.capture.registered_tensors import holder_of
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
@@ -57,7 +57,8 @@ class OpaqueCall:
     """One call of a submodule in forward.
 
     Attributes:
-        path, module_path, method: its name in messages, the path of the submodule, and the method that is called.
+        island: the method that is called.
+        why: why it runs in a loop.
         leaves: its flat arguments, with `TENSOR` for a tensor.
         fixed, changing: the keys of the submodule's tensors: ``changing`` has the buffers, and parameters that change.
         results: the flat results of one member; values that are no tensors are unchanged.
@@ -67,9 +68,7 @@ class OpaqueCall:
         bodies: every member's submodule.
     """
 
-    path: str
-    module_path: str
-    method: str
+    island: Island
     why: str
     leaves: tuple[Any, ...]
     spec: Any
@@ -89,9 +88,14 @@ class OpaqueCall:
         return self._holders[member]
 
     @property
+    def path(self) -> str:
+        """The name of the method in messages."""
+        return str(self.island)
+
+    @property
     def is_whole(self) -> bool:
         """Return whether it is the call of the model's forward itself."""
-        return not self.module_path and self.method == "forward"
+        return self.island == WHOLE
 
     @property
     def values(self) -> list[Any]:
@@ -135,7 +139,7 @@ def rule(
         if value.shared and key in first.changed:
             raise FusionError(_shared(first, key))
     rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
-    text = f"loop over members, {first.path}: {first.why}"
+    text = f"loop over members, {first.island}: {first.why}"
     return site.call(run, (numbers, *rows), Layout.STACKED, text, saves=GATES_TWICE, loops=True)
 
 
@@ -144,8 +148,8 @@ RULES: RuleTable = {OPAQUE: rule}
 
 def _shared(call: OpaqueCall, key: str) -> str:
     return (
-        f"{key} of {call.path} is one object in all members, but every member writes its own value into it; give each "
-        "model its own"
+        f"{key} of {call.island} is one object in all members, but every member writes its own value into it; give "
+        "each model its own"
     )
 
 
@@ -191,15 +195,16 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
     sparse = next((part for part in parts if part.layout is not torch.strided and part.requires_grad), None)
     if sparse is not None:
         raise FusionError(
-            f"{call.path} runs in a loop over members and gives a tensor of layout {sparse.layout} that needs a "
+            f"{call.island} runs in a loop over members and gives a tensor of layout {sparse.layout} that needs a "
             "gradient, which torch cannot take of a stack of such; let it give to_dense()"
         )
     kinds = {(part.shape, part.dtype, part.device) for part in parts}
     if len(kinds) > 1:
         descriptions = ", ".join(f"{tuple(part.shape)} {part.dtype} {part.device}" for part in parts)
         raise FusionError(
-            f"{call.path} gave different results for the members: {descriptions}; an array stacks them, so shapes that "
-            "depend on values cannot be fused: use a form of fixed size, such as torch.where, and one dtype and device"
+            f"{call.island} gave different results for the members: {descriptions}; an array stacks them, so shapes "
+            "that depend on values cannot be fused: use a form of fixed size, such as torch.where, and one dtype and "
+            "device"
         )
     return join(parts)
 
@@ -220,7 +225,7 @@ class _BodyCall:
 
     @property
     def label(self) -> str:
-        return f"{self.call.path} of model {self.member}"
+        return f"{self.call.island} of model {self.member}"
 
     def error(self, text: str) -> FusionError:
         return (FusionError if self.call.is_whole else Unforeseen)(f"{self.label} {text}")
@@ -229,7 +234,6 @@ class _BodyCall:
         """Return the tensors among the results; those of the whole forward that are no tensors follow."""
         call = self.call
         given, kept = zip(*map(self._copied_in, range(len(rows)), rows), strict=True) if rows else ((), ())
-        versions = [_version(x) for x in given]
         arguments = iter(given)
         leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
         args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
@@ -238,10 +242,9 @@ class _BodyCall:
             torch.set_grad_enabled(call.grad and torch.is_grad_enabled()),
         ):
             output = self._called(args, kwargs)
-        for index, (x, copy) in enumerate(zip(given, kept, strict=True)):
-            same = _same_bits(x.detach(), copy.detach())
-            if not (same and _version(x) == versions[index]):
-                if x is rows[index]:
+        for x, copy, row in zip(given, kept, rows, strict=True):
+            if not _same_bits(x.detach(), copy.detach()):
+                if x is row:
                     x.data.copy_(copy.detach())
                 raise self.error(
                     f"runs in a loop over members and writes into its input of shape {tuple(copy.shape)}, which others "
@@ -296,14 +299,16 @@ class _BodyCall:
             for holder, name, key, tensor, row, memory in slots:
                 after, holder[name] = holder.get(name), row
                 # A parameter may move to other memory with equal values, as in an RNN.
-                if not (after is tensor and _is_at(tensor, memory)) and not _equal(after, memory):
+                if not (after is tensor and _is_at(tensor, memory)):
                     self._write_back(key, memory, after)
 
     def _write_back(self, key: str, memory: Tensor, after: Any) -> None:
-        """Let ``after`` become the value of ``memory``, the tensor ``key`` of the array."""
+        """Let ``after`` become the value of ``memory``, the tensor ``key`` of the array, unless they are equal."""
+        kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
+        if kinds[0] == kinds[1] and is_plain(after) and _same_bits(after.detach(), memory):
+            return
         if key in self.shared:
             raise FusionError(_shared(self.call, key))
-        kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
         if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
             raise FusionError(
                 f"{self.label} assigns {key}, but not a buffer of the same shape, dtype and device; write into it"
@@ -313,9 +318,10 @@ class _BodyCall:
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         body = self.call.bodies[self.member]
-        method = getattr(body, self.call.method)
+        name = self.call.island.method
+        method = getattr(body, name)
         try:
-            return (with_hooks(body, method) if self.call.method == "forward" else method)(*args, **kwargs)
+            return (with_hooks(body, method) if name == "forward" else method)(*args, **kwargs)
         except RuntimeError as error:
             # In the loop, parameters are rows of stacks, whose requires_grad torch does not let change.
             if "can only change requires_grad flags of leaf" not in str(error):
@@ -335,7 +341,7 @@ class _BodyCall:
             is_tensor = isinstance(result, Result)
             if isinstance(leaf, Tensor) != is_tensor or not (self.call.is_whole or _as_recorded(leaf, result)):
                 raise self.error(
-                    f"gave {_describe(leaf)} where it gave {_describe(result)} when it was captured; results that "
+                    f"gave {value_text(leaf)} where it gave {value_text(result)} when it was captured; results that "
                     f"depend on values must be tensors of one shape. It runs member by member, since {self.call.why}"
                 )
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -345,7 +351,8 @@ def _as_recorded(leaf: Any, result: Any) -> bool:
     return leaf.shape == result.shape if isinstance(leaf, Tensor) else same_value(leaf, result)
 
 
-def _describe(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Return a short text for a message: the shape of a tensor, a plain value, or the type of another one."""
     if isinstance(value, Tensor | Result):
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
@@ -376,10 +383,6 @@ def _leaves(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return [leaves.setdefault(id(w), _as_leaf(w.detach(), w)) for w in weights]
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -394,16 +397,9 @@ def _same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 def _is_at(tensor: Tensor, memory: Tensor) -> bool:
     """Return whether ``tensor`` has not moved from ``memory``, or has no memory, and no new version."""
-    return tensor.data_ptr() == memory.data_ptr() if is_plain(tensor) else _version(tensor) == _version(memory)
-
-
-def _equal(after: Any, memory: Tensor) -> bool:
-    return (
-        isinstance(after, Tensor)
-        and (after.shape, after.dtype, after.device) == (memory.shape, memory.dtype, memory.device)
-        and is_plain(after)
-        and _same_bits(after.detach(), memory)
-    )
+    if is_plain(tensor):
+        return tensor.data_ptr() == memory.data_ptr()
+    return tensor.is_inference() or tensor._version == memory._version
 
 
 def share_memory(results: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:

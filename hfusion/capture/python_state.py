@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.hooks import is_intercepted
 from hfusion.capture.reachable_code import MISSING, Attributes, CodeSearch, ContextVariable, Holder, search_of
 from hfusion.capture.registered_tensors import is_array
 from hfusion.core.errors import FusionError
@@ -26,13 +25,11 @@ from hfusion.core.python_values import (
     PLAIN,
     IdentityRef,
     array_bytes,
-    attributes,
     container_key,
-    filled_cells,
     items,
     own_attributes,
+    parts,
     plain_key,
-    slots,
     walk,
 )
 
@@ -51,40 +48,33 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 @contextmanager
-def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Callable[[], None]]:
+def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[None]:
     """Context manager: restore the attributes of ``module`` and the variables outside of it that its code may change.
 
     Other variables are left alone, since they may belong to another thread. For tensors in attributes, the objects are
-    restored, not their values. A ``functools.lru_cache`` that got new entries meanwhile is cleared.
+    restored, not their values; other objects in attributes belong to the module, which is a copy, and are not restored.
+    A ``functools.lru_cache`` that got new entries meanwhile is cleared.
 
     Args:
         search: the `CodeSearch` of ``module``, if there is one already.
-
-    Yields: a function that restores everything immediately.
     """
     undo: list[Callable[[], object]] = []
-    visited: dict[int, Any] = {}
-    for part in module.modules():
-        _remember(part, undo, visited)
+    # Programs of an array are no state of a model.
+    _remember([vars(part) for part in module.modules() if not is_array(part)], undo, {}, tensors=False)
     search = search or search_of([module])
     holders = search.holders
-    # Of attributes, the values of tensors are not restored, but those of variables are.
-    visited_variables: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     for holder in holders:
-        _remember_variables(holder, search.assigned, undo, visited_variables)
+        _remember_variables(holder, search.assigned, undo, visited)
     filled = _filled(holders)
-
-    def back() -> None:
+    try:
+        yield
+    finally:
         for change in undo:
             change()
         for cache, misses in _filled(holders).items():
             if filled.get(cache) != misses:
                 cache.cache_clear()
-
-    try:
-        yield back
-    finally:
-        back()
 
 
 def variables(search: CodeSearch) -> dict[str, Any]:
@@ -92,11 +82,11 @@ def variables(search: CodeSearch) -> dict[str, Any]:
 
     The values have the form that `comparable` returns.
     """
-    values = dict(compared_variables(search.holders))
-    for holder in search.holders:
-        for name in (_table(holder).keys() & search.assigned) - holder.names:
-            values[f"{holder.title}{name}"] = comparable(holder.read(name))
-    return values
+    return {
+        f"{holder.title}{name}": comparable(holder.read(name))
+        for holder in search.holders
+        for name in holder.names | (_table(holder).keys() & search.assigned)
+    }
 
 
 def check_restorable(search: CodeSearch, changed: Collection[str]) -> None:
@@ -114,13 +104,6 @@ def check_restorable(search: CodeSearch, changed: Collection[str]) -> None:
                     f"forward writes into {name}, a tensor of shape {tuple(value.shape)} outside of the model; "
                     "register it as a buffer of the model"
                 )
-
-
-def compared_variables(holders: Iterable[Holder]) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of ``holders`` by full name, as `comparable` values."""
-    for holder in holders:
-        for name in list(holder.names):
-            yield f"{holder.title}{name}", comparable(holder.read(name))
 
 
 def identity(value: Any) -> Any:
@@ -202,54 +185,32 @@ def comparable(value: Any) -> Any:
     return container_key(value, identity, _DEPTH)
 
 
-def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, Any], objects: bool = True) -> None:
-    """Add to ``undo`` functions that restore ``value`` and its contents; ``visited`` keeps objects and so their ids.
+def _remember(
+    values: Iterable[Any], undo: list[Callable[[], object]], visited: dict[int, Any], tensors: bool = True
+) -> None:
+    """Add to ``undo`` functions that restore ``values``: the contents of containers, and of what is in them.
 
-    ``objects``: also restore the contents of objects and closures, not only of lists and similar containers.
+    Args:
+        visited: keeps objects and so their ids.
+        tensors: whether to restore the values of small tensors.
     """
 
     def visit(item: Any) -> list[Any]:
-        if isinstance(item, Tensor) and not objects and _is_small(item):
+        if isinstance(item, Tensor) and tensors and _is_small(item):
             undo.append(functools.partial(_refill_tensor, item, item._version, item.detach().clone()))
-        # The stand-in of a submodule records its calls, which are no state of the model, as are programs of an array.
-        is_array_module = isinstance(item, nn.Module) and is_array(item)
-        if isinstance(item, _ATOMS) or is_intercepted(item) or is_array_module:
+        if isinstance(item, _ATOMS):
             return []
         if (change := _change_back(item)) is not None:
             undo.append(change)
-            return []
-        if isinstance(item, tuple):
-            return [part for _, _, part in items(item)]
-        if not objects and not isinstance(item, MUTABLE_CONTAINERS):
-            return []
-        # Other mappings keep their items in attributes.
-        is_container = isinstance(item, MUTABLE_CONTAINERS)
-        held = [*(items(item) if is_container else ()), *attributes(item)]
-        if is_container:
+        elif isinstance(item, MUTABLE_CONTAINERS):
             base = next(kind for kind in _BASES if isinstance(item, kind))
             undo.append(functools.partial(_refill, base, item, _items(base, item)))
-        undo.extend(_attributes_back(item))
-        return [part for _, _, part in held]
+            if isinstance(held := own_attributes(item), dict):
+                undo.append(functools.partial(_refill, dict, held, dict(held)))
+            return [part for _, _, part in parts(item)]
+        return [part for _, _, part in items(item)] if isinstance(item, tuple) else []
 
-    walk([value], visit, visited)
-
-
-def _attributes_back(value: Any) -> Iterator[Callable[[], object]]:
-    """Yield functions that restore the closure and the attributes of an object."""
-    if isinstance(value, types.FunctionType):
-        for _, cell in filled_cells(value):
-            yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
-    holder = Attributes("", value)
-    if in_slots := {name: holder.read(name) for name in slots(type(value))}:
-        yield functools.partial(_refill_slots, holder, in_slots)
-    if isinstance(held := own_attributes(value), dict):
-        yield functools.partial(_refill, dict, held, dict(held))
-
-
-def _refill_slots(holder: Holder, held: dict[str, Any]) -> None:
-    for name, value in held.items():
-        if holder.read(name) is not value:
-            holder.write(name, value)
+    walk(values, visit, visited)
 
 
 def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:
@@ -258,13 +219,9 @@ def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:
 
 def _refill(base: Any, holder: Any, items: dict[Any, Any] | list[Any]) -> None:
     """Restore the ``items`` of a container by methods of ``base``, since a subclass may forbid changes."""
-    current_items = _items(base, holder)
-    if len(current_items) == len(items) and all(
-        a is b for a, b in zip(_flat(current_items), _flat(items), strict=True)
-    ):
-        return
-    base.clear(holder)
-    (base.extend if base in (list, deque) else base.update)(holder, items)
+    if list(map(id, _flat(_items(base, holder)))) != list(map(id, _flat(items))):
+        base.clear(holder)
+        (base.extend if base in (list, deque) else base.update)(holder, items)
 
 
 def _flat(items: dict[Any, Any] | list[Any]) -> list[Any]:
@@ -278,7 +235,7 @@ def _remember_variables(
     for name, value in before.items():
         # Parameters of other modules are not copied: they may be large, and forward seldom writes to them.
         if name != "_parameters" or not isinstance(holder.held, nn.Module):
-            _remember(value, undo, visited, objects=False)
+            _remember([value], undo, visited)
     if not isinstance(holder, ContextVariable):
         # Other threads may change variables that the code does not assign.
         before = {name: value for name, value in before.items() if name in assigned}

@@ -404,7 +404,9 @@ def names_written(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
     large package, which assigns many names, hardly anything would be left.
     """
     functions = [f for part in model.modules() for f in _instance_functions(part)]
-    methods = [pair for kind in dict.fromkeys(map(type, model.modules())) for pair in _methods(kind)]
+    held = (type(value) for part in model.modules() for value in vars(part).values())
+    kinds = [*map(type, model.modules()), *(kind for kind in held if not is_installed_package(kind.__module__))]
+    methods = [pair for kind in dict.fromkeys(kinds) for pair in _methods(kind)]
     methods = [(name, function) for name, function in methods if name != "__init__"]
     named, reached = {"forward"}, set[types.FunctionType]()
     waiting = functions + [function for _, function in methods if function.__name__ in named]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
-from hfusion.capture.eager_fallbacks import module_path
+from hfusion.capture.eager_fallbacks import alike, module_path
 from hfusion.capture.fallback_runtime import RULES as OPAQUE_RULES
 from hfusion.capture.fallback_runtime import OpaqueCall, Unforeseen
 from hfusion.capture.hooks import WHOLE, Island
@@ -32,7 +32,7 @@ from hfusion.core.stages import stage
 from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge as merge_tables
-from hfusion.passes.align import align, select
+from hfusion.passes.align import align
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.check import check_array, check_member
@@ -109,7 +109,7 @@ class Compiled:
     @cached_property
     def written(self) -> frozenset[str]:
         """The keys of buffers and parameters that forward may write to."""
-        fallback_writes = {f"{call.module_path}.{key}".strip(".") for call in self.opaque for key in call.changing}
+        fallback_writes = {f"{call.island.path}.{key}".strip(".") for call in self.opaque for key in call.changing}
         return written_slots(self.graph, self.program.slots) | fallback_writes
 
     @property
@@ -139,37 +139,27 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
     while True:
         captured = _captured(subject, arguments, sizes, looped)
         try:
-            return _batched(subject, captured, training)
+            return _batched(subject, captured, arguments, training)
         except Unbatchable as error:
-            more = dict.fromkeys(_alike_modules(subject.member(0), module_path(error.node)), str(error))
+            more = dict.fromkeys(alike(subject.member(0), Island(module_path(error.node))), str(error))
             if not subject.loops or not more.keys() - looped.keys():
                 raise
             looped |= more
 
 
-def _alike_modules(model: nn.Module, path: str) -> Iterator[Island]:
-    """Yield the submodules of ``model`` of the class of that at ``path``, which have the same operators."""
-    kind = type(model.get_submodule(path))
-    yield from (Island(name) for name, module in model.named_modules() if type(module) is kind)
-
-
 @dataclass(frozen=True)
 class _Captured:
-    """The members' common graph, with its placeholders' slots and layouts; ``first`` is the capture of one of them."""
+    """The members' ``common`` graph as a capture, the layouts of its placeholders, and the calls that loop."""
 
-    first: Capture
-    graph: fx.Graph
-    slots: tuple[Slot, ...]
+    common: Capture
     layouts: tuple[Layout, ...]
-    constants: dict[str, Tensor]
-    calls: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
-    memory_orders: tuple[Any, ...] | None
-    size_uses: tuple[Any, ...]
+    calls: tuple[OpaqueCall, ...]
 
 
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
-    members = representatives(subject.variants)
+    # The first member of every variant.
+    members = [subject.variants.index(variant) for variant in range(max(subject.variants) + 1)]
 
     # Where one member must loop over its whole forward, such as for a NaN among the results, all do.
     whole: dict[Island, str] = {}
@@ -201,42 +191,32 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     described = partial(describe_graph, f"all members of {subject.name}", graph)
     stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, slots)))
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in slots)
-    calls = tuple(call for _, calls in variant_captures for call in calls)
-
     # Only the guards of the captures are kept, since captures hold tensors.
     guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
-    orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
+    needs_strides = any(capture.needs_strides for capture in captures)
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
-    return _Captured(captures[0], graph, slots, layouts, constants, calls, guards, orders, uses)
+    common = replace(captures[0], graph=graph, constants=constants, size_uses=uses, needs_strides=needs_strides)
+    return _Captured(common, layouts, guards, tuple(call for _, calls in variant_captures for call in calls))
 
 
-def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
-    graph, layouts, first = captured.graph, captured.layouts, captured.first
-    choices = choose_ways(graph, layouts, subject.members, subject.device)
-    module = batch(graph, layouts, subject.members, RULES, choices)
+def _batched(subject: ArraySpec, captured: _Captured, arguments: Arguments, training: bool) -> Compiled:
+    common, layouts = captured.common, captured.layouts
+    choices = choose_ways(common.graph, layouts, subject.members, subject.device)
+    module = batch(common.graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
-    program = Program(subject.name, subject.members, training, module, code, captured.slots, layouts, first.out_spec)
+    program = Program(subject.name, subject.members, training, module, code, common.slots, layouts, common.out_spec)
     look_at(program)
     return Compiled(
         program,
-        graph,
-        captured.constants,
+        common.graph,
+        common.constants,
         captured.calls,
         captured.guards,
-        first.modes,
-        captured.memory_orders,
-        calls=first.calls,
-        size_uses=captured.size_uses,
+        common.modes,
+        arguments.memory_orders if common.needs_strides else None,
+        calls=common.calls,
+        size_uses=common.size_uses,
     )
-
-
-def of_member(compiled: Compiled, member: int) -> Compiled:
-    """Return the program of one member, as an array of one."""
-    program, graph = compiled.program, select(compiled.graph, member)
-    module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1))
-    member_program = replace(program, members=1, module=module, code=module)
-    look_at(member_program)
-    return replace(compiled, program=member_program, graph=graph)
 
 
 def look_at(program: Program) -> None:
@@ -253,11 +233,6 @@ def choose_ways(
     """Choose how each operator runs in an array of ``members``, on ``device`` or on that of the graph."""
     model = Model.of(graph, members, None if device is None else compute_rates(device))
     return choose(graph, layouts, members, RULES, model)
-
-
-def representatives(variants: Sequence[int]) -> list[int]:
-    """Return the first member of every variant."""
-    return [variants.index(variant) for variant in range(max(variants) + 1)]
 
 
 def _member(subject: ArraySpec, member: int, arguments: Arguments) -> Member:

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfusion.capture.capture_member import VaryingSizes
+from hfusion.capture.capture_member import VaryingSizes, specializes
 from hfusion.capture.export_context import apart, collecting_rarely, told_autocast
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
-from hfusion.core.guards import fixed
-from hfusion.core.program import Kind
 from hfusion.device.backend import active_autocast
 from hfusion.torch_private.dispatch_modes import outside_transforms, unwrapped
 
@@ -48,17 +46,6 @@ class CallSizes:
     def add_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         for dims, first, shape in zip(self.dims, self.first, shapes, strict=True):
             dims.update(dim for dim, (a, b) in enumerate(zip(first, shape, strict=True)) if a != b)
-
-    def closed_in(self, compiled: Compiled) -> bool:
-        """Return whether a program is specialized to one size of a dim that varies. Sizes of 0 and 1 do not count."""
-        placeholders = compiled.graph.find_nodes(op="placeholder")
-        pairs = zip(placeholders, compiled.program.slots, strict=True)
-        examples = [node.meta.get("val") for node, slot in pairs if slot.kind is Kind.INPUT]
-        return any(
-            (size := fixed(example.shape[dim])) is not None and size > 1
-            for example, dims in zip(examples, self.dims, strict=True)
-            for dim in dims
-        )
 
 
 @dataclass
@@ -131,7 +118,8 @@ class Compiler:
         call_sizes = self.call_sizes.setdefault(loose, CallSizes.of(shapes))
         call_sizes.add_shapes(shapes)
         family = self.families.setdefault((training, loose), [])
-        many = sum(map(call_sizes.closed_in, family)) >= MAX_CLOSED
+        closed = [specializes(known.graph, known.program.slots, call_sizes.dims) for known in family]
+        many = sum(closed) >= MAX_CLOSED
         if many and loose in self.refused:
             raise FusionError(self.refused[loose])
         if len(family) >= MAX_PROGRAMS:

@@ -101,7 +101,7 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
     def new_call_number(number: int) -> int:
         if number not in numbers:
             call = calls[number]
-            own_bodies = tuple(body.get_submodule(call.module_path) for body in bodies)
+            own_bodies = tuple(body.get_submodule(call.island.path) for body in bodies)
             new_calls[number] = replace(call, bodies=own_bodies)
             numbers[number] = numbered(new_calls[number])
         return numbers[number]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.compiled_program import RULES, Compiled, look_at
@@ -16,6 +16,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.passes.batch import batch
 from hfusion.passes.layouts import Choice
+from hfusion.passes.views import infer
 from hfusion.torch_private.dispatch_modes import (
     FakeTensorMode,
     disable_current_modes,
@@ -29,7 +30,7 @@ from hfusion.torch_private.replaced_functions import silence_tracers
 def write_compiled(compiled: Compiled) -> dict[str, Any]:
     """Return the program as JSON's values, without the values of its constants. Raises Unwritable."""
     if compiled.opaque:
-        raise Unwritable(f"{compiled.opaque[0].path or 'forward'}, which runs as the members' own code")
+        raise Unwritable(f"{compiled.opaque[0].island}, which runs as the members' own code")
     program, graph = compiled.program, compiled.graph
     names: dict[str, str] = {}
     chosen = {n.meta["origin"]: n.meta["choice"].index for n in program.module.graph.nodes if "choice" in n.meta}
@@ -80,19 +81,16 @@ def write_example(value: Any, names: dict[str, str]) -> Any:
     """Return an example without its values. Dynamic sizes are pairs (name, hint); new names are added to ``names``."""
     if not isinstance(value, Tensor):
         return write_value(value, {})
-    if value.layout is not torch.strided or not _plain_strides(value):
+    varies = any(fixed(size) is None for size in value.shape)
+    if value.layout is not torch.strided or (varies and not value.is_contiguous()):
         raise Unwritable("an input that is not strided as contiguous tensors are, of sizes that vary")
     return {
         "shape": [_write_size(size, names) for size in value.shape],
-        "stride": None if any(fixed(size) is None for size in value.shape) else list(map(fixed, value.stride())),
+        "stride": None if varies else list(map(fixed, value.stride())),
         "dtype": str(value.dtype).removeprefix("torch."),
         "device": str(value.device),
         "grad": value.requires_grad,
     }
-
-
-def _plain_strides(value: Tensor) -> bool:
-    return all(fixed(size) is not None for size in value.shape) or bool(value.is_contiguous())
 
 
 def _write_size(size: Any, names: dict[str, str]) -> Any:
@@ -147,14 +145,8 @@ def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
         with mode:
             examples = [read_example(value, sizes, mode) for value in inputs]
         with mode, enable_python_dispatcher(), torch.no_grad():
-            _ExampleRun(fx.GraphModule(nn.Module(), graph)).run(*examples)
-
-
-class _ExampleRun(fx.Interpreter):
-    """Runs a graph on fake tensors, and records the result of each call."""
-
-    def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
-        if node.op != "output":
-            node.meta["val"] = value
-        return value
+            given = iter(examples)
+            for node in graph.nodes:
+                if node.op != "output":
+                    is_input = node.op == "placeholder"
+                    node.meta["val"] = next(given) if is_input else infer(node.target, node.args, node.kwargs)

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_tensors
-from hfusion.compiler.compiled_program import BoundProgram, Location, of_member
+from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import open_dims
@@ -211,8 +211,7 @@ class StepSource:
 
 def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
     """Return the program lowered for the members ``rows`` only, still bound to the tensors of the whole array."""
-    compiled = of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
-    return replace(source, compiled=compiled)
+    return replace(source, compiled=of_rows(source.compiled, rows))
 
 
 def trace(source: StepSource) -> StepGraph:

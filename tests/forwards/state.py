@@ -228,6 +228,9 @@ class Memory:
     def __init__(self):
         self.h = None
 
+    def keep(self, value):
+        self.h = value
+
 
 class Cell(nn.Module):
     """Adds what it remembers; a branch on values keeps it out of a graph."""
@@ -252,6 +255,9 @@ class Cell(nn.Module):
         h = self.fc(branch(x))
         self.memory.h = h if self.memory.h is None else h + self.memory.h
         return self.memory.h
+
+    def scaled(self, x):
+        return self.fc(branch(x)) * self.memory.h
 
     def counted(self, x):
         self.count += 1
@@ -314,6 +320,14 @@ def shared_object(self, x):
     self.c.memory.h = None
     self.c.remembered(x)
     return self.out(self.c.memory.h)
+
+
+@crossing()
+def kept_by_a_method(self, x):
+    self.c.memory.keep(2.0)
+    y = self.c.scaled(x)
+    self.c.memory.keep(1.0)
+    return self.out(y)
 
 
 @crossing()
