@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import starmap
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import (
     Group,
     State,
-    check_gradient,
     check_memory,
     check_padding,
     common_members,
@@ -53,9 +52,7 @@ from hfusion.optim.hyper import (
     read,
     state_dtype,
 )
-from hfusion.optim.native_kernels import WatchedVectors
 from hfusion.optim.optimizer_rows import MemberRows, complete_state, first_values, member_state_dicts, saved_entries
-from hfusion.optim.torch_steppers import Stepper
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.export_state import tensor_guards
@@ -91,8 +88,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             # A fused module can be iterated over, so torch's own error message would be about the members.
             raise TypeError(f"params must be parameters, got {type(params).__name__}. Give fused.parameters().")
         self._prepared: PreparedUpdate | None = None
-        # None before the first step; a string says why steps cannot be recorded.
-        self._recording: RecordedUpdates | str | None = None
+        # None before the first step.
+        self._recording: RecordedUpdates | None = None
         self.initial_values: list[dict[str, float | None]] = []
         # For each param group the options that its dict had: the optimizer's defaults do not replace them.
         self.explicit_keys: list[frozenset[str]] = []
@@ -172,11 +169,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if self._held is not None:
             skip(skipped, self._with_gradients(), self._held)
         with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
-            if isinstance(self._recording, RecordedUpdates):
+            if self._recording is not None:
                 self._recording.step(work)
-            else:
-                for settings, group, grads in work:
-                    group.step(grads, settings)
         return loss
 
     def _work(self) -> Work:
@@ -235,7 +229,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     @property
     def launches(self) -> str:
         """Description of how steps are launched on an accelerator, or why they are not recorded; empty on a CPU."""
-        return self._recording.how if isinstance(self._recording, RecordedUpdates) else self._recording or ""
+        return "" if self._recording is None else self._recording.how
 
     def initialise(self) -> None:
         """Create the state of every trained parameter now instead of at its first step."""
@@ -283,7 +277,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def forget(self) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses."""
         self._prepared = None
-        if isinstance(self._recording, RecordedUpdates):
+        if self._recording is not None:
             self._recording.forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,7 +315,15 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if not isinstance(options.master_weights, bool):
             raise ValueError(f"{MASTER_WEIGHTS} is {options.master_weights!r}: give True or False")
         settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
-        self._check_shared([param for param in group["params"] if param.requires_grad], settings)
+        for param in group["params"] if not settings.alike else ():
+            param_mark = membership_of(param)
+            if not param_mark.is_own and (param.requires_grad or param.grad is not None):
+                hyper, column = next((h, c) for h, c in zip(self.hypers, columns, strict=True) if len(set(c)) > 1)
+                raise ValueError(
+                    f"parameter {param_mark.name!r} is one tensor for all {param_mark.members} members, and "
+                    f"{hyper.label} differs between them: {column}; give it a param group with one value, "
+                    "or freeze it"
+                )
         return settings
 
     def _options(self, group: ParamGroup) -> Options:
@@ -337,18 +339,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             if param.requires_grad:
                 check_memory(param, f"parameter {param_mark.name!r}")
             self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
-
-    def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
-        for param in [] if settings.alike else params:
-            param_mark = membership_of(param)
-            if not param_mark.is_own:
-                columns = zip(self.hypers, settings.columns, strict=True)
-                hyper, column = next((h, c) for h, c in columns if len(set(c)) > 1)
-                raise ValueError(
-                    f"parameter {param_mark.name!r} is one tensor for all {param_mark.members} members, and "
-                    f"{hyper.label} differs between them: {column}; give it a param group with one value, "
-                    "or freeze it"
-                )
 
     def _state(self, param: Tensor, settings: Settings) -> State:
         return complete_state(param, self.state[param], settings, type(self))
@@ -404,95 +394,74 @@ STEADY = 3
 MAX_ADDRESS_COUNTS = 64
 
 
-class _Recorded(NamedTuple):
-    """A function that replays recorded launches, and the objects that must stay alive for it."""
-
-    replay: Callable[[], object]
-    references: object
-
-
 class RecordedUpdates:
-    """The steps of one optimizer. ``record``: as `hfusion.device.backend.Recorder`."""
+    """The steps of one optimizer. ``record``: records launches; a string says why none are, empty on the host."""
 
-    def __init__(self, record: Recorder) -> None:
+    def __init__(self, record: Recorder | str) -> None:
         self._record = record
         self._address_counts = Counter[Hashable]()
-        self._recorded = Recordings[_Recorded]()
+        # Each replays recorded launches; beside it the objects that must stay alive for it.
+        self._recorded = Recordings[tuple[Callable[[], object], object]](record if isinstance(record, str) else "")
         self._unrecordable = ""
 
     @property
     def how(self) -> str:
-        """Description of how a step is launched, with the reason if its launches are not recorded."""
-        if self._recorded.why:
-            return f"launched one by one: {self._recorded.why}"
-        if self._unrecordable:
-            return f"launched one by one: {self._unrecordable}"
+        """Description of how a step is launched, with the reason if its launches are not recorded; empty on a CPU."""
+        if why := self._recorded.why or self._unrecordable:
+            return f"launched one by one: {why}"
+        if isinstance(self._record, str):
+            return ""
         if self._recorded:
             return "recorded and replayed as one"
         return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
 
     def step(self, work: Work) -> None:
         """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
-        if self._record.recording:
+        record = self._record
+        if not isinstance(record, str) and record.recording:
             raise FusionError(
                 "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
                 "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
                 "replay, which records its own launches; or use hf.train_step, which records both"
             )
-        parts = [(group.stepper, grads) for _, group, grads in work]
-        self._unrecordable = next((why for stepper, _ in parts if (why := stepper.unrecordable)), "")
-        if self._unrecordable or not work or self._recorded.why:
-            for settings, group, grads in work:
-                group.step(grads, settings)
-            return
-        for (settings, group, grads), (stepper, _) in zip(work, parts, strict=True):
+        for settings, group, grads in work:
+            # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
             torch.autograd.graph.increment_version(group.written)
-            stepper.ready(grads, settings)
-        key = tuple((stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for stepper, grads in parts)
+            group.stepper.ready(grads, settings)
+
+        def launch() -> object:
+            return [group.stepper.launch(grads) for _, group, grads in work]
+
+        (launch if isinstance(record, str) else self._recorded_launch(record, work, launch))()
+
+    def _recorded_launch(self, record: Recorder, work: Work, launch: Callable[[], object]) -> Callable[[], object]:
+        """Return what replays the launches of ``work``, or ``launch`` where they are not recorded."""
+        self._unrecordable = next((why for _, group, _ in work if (why := group.stepper.unrecordable)), "")
+        if self._unrecordable or not work or self._recorded.why:
+            return launch
+        key = tuple(
+            (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
+        )
         recorded = self._recorded.get(key)
-        if recorded is None and self._steady(key):
-            # Recording does not run the launches; the replay below does.
-            recorded = self._recorded.add(key, lambda: _Recorded(*self._record(lambda: _launch(parts))))
         if recorded is None:
-            _launch(parts)
-        else:
-            recorded.replay()
+            if len(self._address_counts) == MAX_ADDRESS_COUNTS:
+                self._address_counts.clear()
+            self._address_counts[key] += 1
+            if self._address_counts[key] >= STEADY and not self._recorded.full:
+                # Recording does not run the launches; the replay does.
+                recorded = self._recorded.add(key, lambda: record(launch))
+        return launch if recorded is None else recorded[0]
 
     def forget(self) -> None:
         """Discard recordings and counts of addresses, which are no longer valid."""
         self._address_counts.clear()
         self._recorded.forget()
 
-    def _steady(self, key: Hashable) -> bool:
-        """Count ``key``, and return whether gradients had these addresses often enough to record the launches."""
-        if len(self._address_counts) == MAX_ADDRESS_COUNTS:
-            self._address_counts.clear()
-        self._address_counts[key] += 1
-        return self._address_counts[key] >= STEADY and not self._recorded.full
-
-
-def _launch(parts: Sequence[tuple[Stepper, Sequence[Tensor]]]) -> object:
-    return [stepper.launch(grads) for stepper, grads in parts]
-
-
-def recording_on(device: torch.device) -> RecordedUpdates | str:
-    """Return a `RecordedUpdates` for ``device``, or the reason why it cannot record launches (empty for the host)."""
-    record = backend(device).recorder()
-    if isinstance(record, str):
-        return record and f"launched one by one: {record}"
-    return RecordedUpdates(record)
-
 
 # What a step works on, and a cheap check that nothing of it has changed since the last step but numbers.
 
-_GRAD = attrgetter("grad")
-
 Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
 """The groups of a step, each with the settings of its param group and its gradients."""
-
-
-def _active(group: ParamGroup) -> list[Tensor]:
-    return [param for param in group["params"] if param.grad is not None]
 
 
 class PreparedUpdate:
@@ -503,97 +472,78 @@ class PreparedUpdate:
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        groups = optimizer.param_groups
         keys = dict.fromkeys([*(hyper.key for hyper in optimizer.hypers), *optimizer.options, MASTER_WEIGHTS])
         # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
         self._read = itemgetter(next(iter(keys)), *keys)
-        self._count = len(groups) * (1 + len(keys))
-        self._settings = [optimizer._settings(group) for group in groups]
-        # Each with the index of its param group, and of the first parameter of that.
-        self.groups: list[tuple[int, int, Group]] = []
-        self._params: list[Tensor] = []
+        self._settings = [optimizer._settings(group) for group in optimizer.param_groups]
+        # Each with the index of its param group.
+        self.groups: list[tuple[int, Group]] = []
         self._idle: list[Tensor] = []
-        self._tensors: list[Tensor] = []
-        for number, (group, settings) in enumerate(zip(groups, self._settings, strict=True)):
-            active, first = _active(group), len(self._params)
-            self._params += active
+        tensors: list[Tensor] = []
+        for number, (group, settings) in enumerate(zip(optimizer.param_groups, self._settings, strict=True)):
+            active = [param for param in group["params"] if param.grad is not None]
             self._idle += [param for param in group["params"] if param.grad is None]
-            for param in active:
-                check_gradient(param, membership_of(param), param.grad)  # type: ignore[arg-type]
-            optimizer._check_shared(active, settings)
             states = [optimizer._state(param, settings) for param in active] if settings.stateful else []
-            parts = groups_of(type(optimizer), active, states, settings)
-            self.groups += [(number, first, part) for part in parts]
+            self.groups += [(number, part) for part in groups_of(type(optimizer), active, states, settings)]
             # The views in the groups keep their memory alive: an address cannot come back with other contents.
-            self._tensors += [*active, *(tensor for entry in states for tensor in entry.values())]
-        if optimizer._recording is None and self._params:
-            optimizer._recording = recording_on(self._params[0].device)
-        self._watch_settings(optimizer)
+            tensors += [*active, *(tensor for entry in states for tensor in entry.values())]
+        if optimizer._recording is None and tensors:
+            optimizer._recording = RecordedUpdates(backend(tensors[0].device).recorder())
+        self._objects = self._dependencies(optimizer)
+        self._note_values(optimizer)
         with DisableTorchFunctionSubclass():
+            self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
             self._addresses = list(map(Tensor.data_ptr, self._tensors))
-            self._unique = list({id(tensor): tensor for tensor in self._tensors}.values())
-            self._kinds = tensor_guards(self._unique)
-            self._gradients = tensor_guards(list(map(_GRAD, self._params)))
+            self._kinds = tensor_guards(self._tensors)
 
     def work(self, optimizer: FusedOptimizer) -> Work | None:
         """Return the groups with their gradients, or None if this step must be prepared again."""
-        objects = self._dependencies(optimizer)
-        read = same_objects(objects, self._objects)
-        if not read and not same_objects(objects[: -self._count], self._objects[: -self._count]):
+        if not same_objects(self._dependencies(optimizer), self._objects):
             return None
         if self._idle and any(param.grad is not None for param in self._idle):
             return None
-        grads = list(map(_GRAD, self._params))
-        # The check also fails if a gradient is None.
-        if not self._gradients.check(*grads):
-            if any(grad is None for grad in grads):
-                return None
-            for param, grad in zip(self._params, grads, strict=True):
-                check_gradient(param, membership_of(param), grad)
-            self._gradients = tensor_guards(grads)
         with DisableTorchFunctionSubclass():
-            if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._unique):
+            if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._tensors):
                 return None
-            read = read and self._watch is not None and self._watch.all_equal()
-        if not read and not self._read_settings(optimizer):
-            return None
-        if len(self.groups) == 1:
-            return [(self._settings[number], group, group.gradients(grads)) for number, _, group in self.groups]
-        return [
-            (self._settings[number], group, group.gradients([grads[first + index] for index in group.indices]))
-            for number, first, group in self.groups
-        ]
+            unchanged = self._steady and same_objects(self._values(optimizer), self._read_values)
+            if not (unchanged and self._vector_contents() == self._contents):
+                for index, group in enumerate(optimizer.param_groups):
+                    before, settings = self._settings[index], optimizer._settings(group)
+                    if (settings.names, settings.options) != (before.names, before.options):
+                        return None
+                    self._settings[index] = settings
+                self._note_values(optimizer)
+        work: Work = []
+        for number, group in self.groups:
+            if (grads := group.gradients()) is None:
+                return None
+            work.append((self._settings[number], group, grads))
+        return work
 
-    def _read_settings(self, optimizer: FusedOptimizer) -> bool:
-        """Read the hyper-parameters and options; return whether the groups still fit them."""
-        for index, group in enumerate(optimizer.param_groups):
-            before, settings = self._settings[index], optimizer._settings(group)
-            if (settings.names, settings.options) != (before.names, before.options):
-                return False
-            optimizer._check_shared(_active(group), settings)
-            self._settings[index] = settings
-        self._watch_settings(optimizer)
-        return True
-
-    def _watch_settings(self, optimizer: FusedOptimizer) -> None:
+    def _note_values(self, optimizer: FusedOptimizer) -> None:
         """Note from which objects the settings were read, and what these held."""
-        self._objects = self._dependencies(optimizer)
-        pairs = [pair for settings in self._settings for pair in zip(settings.vectors, settings.table, strict=True)]
+        self._read_values = self._values(optimizer)
         # A list can be changed in place, which a comparison by identity would miss.
-        steady = not any(isinstance(value, list) for value in self._objects[-self._count :])
-        self._watch = WatchedVectors.of(pairs) if steady else None
+        self._steady = not any(isinstance(value, list) for value in self._read_values)
+        self._vectors = [vector for settings in self._settings for vector in settings.vectors]
+        with DisableTorchFunctionSubclass():
+            self._arrays = [vector.numpy() for vector in self._vectors]
+            self._contents = self._vector_contents()
+
+    def _vector_contents(self) -> list[int | bytes]:
+        """Return where the hyper-parameters lie, and their bytes, which also what numpy has written is in."""
+        return [*map(Tensor.data_ptr, self._vectors), *(array.tobytes() for array in self._arrays)]
+
+    def _values(self, optimizer: FusedOptimizer) -> list[object]:
+        """Return the values of hyper-parameters and options. A pair is one: it can only be replaced."""
+        return [value for group in optimizer.param_groups for value in self._read(group)]
 
     def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
-        """Return every object that a step depends on, the values of hyper-parameters and options at the end.
-
-        A pair of hyper-parameters is one: it can only be replaced.
-        """
+        """Return every other object that a step depends on."""
         state, groups = optimizer.state, optimizer.param_groups
         objects: list[object] = [*state, *state.values(), *groups]
         for entry in state.values():
             objects += entry.values()
         for group in groups:
             objects += group["params"]
-        for group in groups:
-            objects += self._read(group)
         return objects

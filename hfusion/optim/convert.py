@@ -50,18 +50,18 @@ def fuse(
     cls = into or _counterpart(optimizers)
     params = dict(fused.named_parameters())
     keys = _aligned_keys(optimizers, fused, params)
-    groups = [
-        _fuse_group(cls, index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])
-        for index, names in enumerate(keys)
-    ]
+    groups: list[ParamGroup] = []
+    fused_state: dict[Tensor, dict[str, Tensor]] = {}
+    for index, names in enumerate(keys):
+        member_groups = [optimizer.param_groups[index] for optimizer in optimizers]
+        groups.append(_fuse_group(cls, index, member_groups, [params[name] for name in names]))
+        for name, *originals in zip(names, *(group["params"] for group in member_groups), strict=True):
+            states = [opt.state.get(original, {}) for opt, original in zip(optimizers, originals, strict=True)]
+            if any(map(_has_tensors, states)):
+                fused_state[params[name]] = _stack_state(cls, params[name], states)
     fused_optimizer: FusedOptimizer = cls(groups)
     fused_optimizer.explicit_keys = [_explicit_keys(optimizers, index) for index in range(len(groups))]
-    for index, group in enumerate(fused_optimizer.param_groups):
-        originals = zip(*(optimizer.param_groups[index]["params"] for optimizer in optimizers), strict=True)
-        for param, member_params in zip(group["params"], originals, strict=True):
-            states = [opt.state.get(original, {}) for opt, original in zip(optimizers, member_params, strict=True)]
-            if any(_has_tensors(state) for state in states):
-                fused_optimizer.state[param] = _stack_state(cls, param, states)
+    fused_optimizer.state.update(fused_state)
     return fused_optimizer
 
 
@@ -127,33 +127,28 @@ def _aligned_keys(
     optimizers: list[Optimizer], fused: FusedArray, params: dict[str, torch.nn.Parameter]
 ) -> list[list[str]]:
     """Return the keys of the parameters in each param group. Raises FusionError if the members' groups differ."""
-    keys = [
-        [
-            [_key(fused, params, (member, index, position), param) for position, param in enumerate(group["params"])]
-            for index, group in enumerate(optimizer.param_groups)
-        ]
-        for member, optimizer in enumerate(optimizers)
-    ]
+    keys: list[list[list[str]]] = []
+    for member, optimizer in enumerate(optimizers):
+        keys.append([[] for _ in optimizer.param_groups])
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                where = f"parameter {index} (shape {list(param.shape)}) in group {number} of optimizer {member}"
+                origin = fused.origin(param) if isinstance(param, torch.nn.Parameter) else None
+                if origin is None:
+                    raise FusionError(
+                        f"{where} is no original parameter of this array: give optimizers over the models that were "
+                        "fused"
+                    )
+                owner, key = origin
+                if owner != member and membership_of(params[key]).stacked:
+                    raise FusionError(
+                        f"{where} is {key!r} of member {owner}: give one optimizer per member, in their order"
+                    )
+                keys[member][number].append(key)
     _the_same("the number of param groups", [len(groups) for groups in keys])
-    for index, names in enumerate(zip(*keys, strict=True)):
-        _the_same(f"the list of parameters, in their order, in param group {index}", names)
+    for number, names in enumerate(zip(*keys, strict=True)):
+        _the_same(f"the list of parameters, in their order, in param group {number}", names)
     return keys[0]
-
-
-def _key(
-    fused: FusedArray, params: dict[str, torch.nn.Parameter], location: tuple[int, int, int], param: Tensor
-) -> str:
-    member, group, index = location
-    where = f"parameter {index} (shape {list(param.shape)}) in group {group} of optimizer {member}"
-    origin = fused.origin(param) if isinstance(param, torch.nn.Parameter) else None
-    if origin is None:
-        raise FusionError(
-            f"{where} is no original parameter of this array: give optimizers over the models that were fused"
-        )
-    owner, key = origin
-    if owner != member and membership_of(params[key]).stacked:
-        raise FusionError(f"{where} is {key!r} of member {owner}: give one optimizer per member, in their order")
-    return key
 
 
 def _fuse_group(
@@ -218,7 +213,9 @@ def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str
             "updated it: train it with one optimizer of its own, or freeze it"
         )
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, Tensor))
-    stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32, device="cpu")}
+    # SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun.
+    steps = [float(state.get("step", _has_tensors(state))) for state in states]
+    stacked = {"step": torch.tensor(steps, dtype=torch.float32, device="cpu")}
     row = param[0] if mark.stacked else param
     for name in names:
         if name == "step":
@@ -229,8 +226,3 @@ def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str
         else:
             stacked[name] = torch.stack([state.get(name, torch.zeros_like(row)).detach().to(row) for state in states])
     return stacked if mark.stacked else {name: value[0] for name, value in stacked.items()}
-
-
-def _steps(state: dict[str, Any]) -> float:
-    """SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun."""
-    return float(state["step"]) if "step" in state else float(_has_tensors(state))

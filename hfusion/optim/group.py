@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import TypeAlias
 
 import torch
@@ -18,9 +18,11 @@ from hfusion.optim.formula import Formula
 from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
 from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
 from hfusion.torch_private.dispatch_modes import FakeTensor
+from hfusion.torch_private.export_state import TensorGuards, tensor_guards
 
 State: TypeAlias = dict[str, Tensor]
 
+_GRAD = attrgetter("grad")
 
 # Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
 KERNELS: Mapping[str, Callable[[StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
@@ -36,18 +38,10 @@ class Group:
         params: the parameters. A shared one is handled as a stack of one row.
         state: the entry of each in the optimizer's state; an empty list if no state is kept.
         settings: of the param group.
-        indices: where the parameters are in the list that `groups_of` got.
     """
 
-    def __init__(
-        self,
-        formula: type[Formula],
-        params: list[Tensor],
-        state: list[State],
-        settings: Settings,
-        indices: Sequence[int],
-    ) -> None:
-        names, self.indices = settings.names, indices
+    def __init__(self, formula: type[Formula], params: list[Tensor], state: list[State], settings: Settings) -> None:
+        names, self._params = settings.names, params
         self._stacked = membership_of(params[0]).stacked
         self._dtype = params[0].dtype
         masters = state_dtype(params[0], settings.masters) != self._dtype
@@ -59,23 +53,28 @@ class Group:
         self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner) if masters else inner
         # The parameters, as `torch.autograd.graph.increment_version` takes them. Steppers may hold addresses only.
         self.written, self._stacks = stacks[0], stacks
+        self._guards: TensorGuards | None = None
 
-    def gradients(self, grads: list[Tensor]) -> list[Tensor]:
-        """Return ``grads``, of any strides and dtype, in the form that the stepper of this group reads."""
+    def gradients(self) -> list[Tensor] | None:
+        """Return the gradients in the form that the stepper reads; None if a parameter has none.
+
+        Raises RuntimeError or FusionError for one that does not fit its parameter.
+        """
+        grads: list[Tensor] = list(map(_GRAD, self._params))
+        # The check also fails if a gradient is None.
+        if self._guards is None or not self._guards.check(*grads):
+            if any(grad is None for grad in grads):
+                return None
+            for param, grad in zip(self._params, grads, strict=True):
+                check_gradient(param, membership_of(param), grad)
+            self._guards = tensor_guards(grads)
+        dtype, contiguous = self._dtype, self.stepper.contiguous
         if not self._stacked:
             grads = [grad.unsqueeze(0) for grad in grads]
-        if self._dtype.is_complex:
+        if dtype.is_complex:
             grads = [grad.resolve_conj() for grad in grads]
-        if not self.stepper.contiguous:
-            return [grad if grad.dtype is self._dtype else grad.to(self._dtype) for grad in grads]
-        dtype = self._dtype
-        return [grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in grads]
-
-    def step(self, grads: list[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the parameters. ``grads``: the result of `gradients`."""
-        # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
-        torch.autograd.graph.increment_version(self.written)
-        self.stepper.step(grads, settings)
+        grads = [grad if grad.dtype is dtype else grad.to(dtype) for grad in grads]
+        return [grad.contiguous() for grad in grads] if contiguous else grads
 
     def _stack(self, tensor: Tensor) -> Tensor:
         return tensor if self._stacked else tensor.unsqueeze(0)
@@ -111,7 +110,7 @@ def groups_of(
             check_state(param, param_mark, state[index], dict.fromkeys(stacks, dtype), formula.numbers)
         alike.setdefault((param_mark.stacked, param.device, param.dtype), []).append(index)
     return [
-        Group(formula, [params[i] for i in indices], [state[i] for i in indices] if state else [], settings, indices)
+        Group(formula, [params[i] for i in indices], [state[i] for i in indices] if state else [], settings)
         for indices in alike.values()
     ]
 

@@ -170,13 +170,6 @@ int run_share(void *work, int64_t index, char *message, int64_t room) {
     return 0;
 }
 
-/* Whether `spans` pieces of memory hold what others hold, each so many bytes. */
-int same(int64_t spans, const void *const *these, const void *const *those, const int64_t *bytes) {
-    for (int64_t span = 0; span < spans; span++)
-        if (memcmp(these[span], those[span], bytes[span])) return 0;
-    return 1;
-}
-
 /* Whether all numbers of tensors are finite: the exponent of infinities and NaN is all ones. In blocks, which a compiler
    makes vectors of, and which end at the first that is not. */
 #define FINITE(name, bits, exponent)                                                     \

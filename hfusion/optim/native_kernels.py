@@ -173,42 +173,7 @@ def _is_readable(tensors: Sequence[Tensor]) -> bool:
     return plain and all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
 
 
-class WatchedVectors:
-    """Vectors with the values that were read from them, as `all_equal` compares. Made by `of`.
-
-    Their memory is compared, which also what numpy has written is in.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._vectors, values = ([pair[side] for pair in pairs] for side in (0, 1))
-        self._guards, self._at = tensor_guards(self._vectors), list(map(Tensor.data_ptr, self._vectors))
-        self._arrays = (
-            array("Q", self._at),
-            _addresses(values),
-            array("q", [value.numel() * value.element_size() for value in values]),
-        )
-        self._arguments = (len(pairs), *map(_start, self._arrays))
-        self._compare = _function("same")
-        # The struct holds addresses only.
-        self._kept = values
-
-    @staticmethod
-    def of(pairs: Sequence[tuple[Tensor, Tensor]]) -> WatchedVectors | None:
-        """Return the vectors ``[B]`` with their values, None where they cannot be compared: without a compiler."""
-        contiguous = all(vector.is_contiguous() for vector, _ in pairs)
-        return WatchedVectors(pairs) if contiguous and not isinstance(library(), str) else None
-
-    def all_equal(self) -> bool:
-        """Return whether the vectors still hold the values. Call it within `DisableTorchFunctionSubclass`."""
-        return (
-            self._guards.check(*self._vectors)
-            and list(map(Tensor.data_ptr, self._vectors)) == self._at
-            and bool(self._compare(*self._arguments))
-        )
-
-
 _ARGUMENTS = {
-    "same": [_INTEGER, *[_POINTER] * 3],
     "finite": [_INTEGER, *[_POINTER] * 2],
     "run": [_POINTER, _INTEGER],
     "prepare": [_POINTER],

@@ -75,13 +75,11 @@ class Stepper:
     unrecordable = ""
     key: Hashable = None
 
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
-        self.ready(grads, settings)
-        self.launch(grads)
-
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Increment the step counts, and copy the host's numbers that a step needs to the device."""
+        """Increment the step counts, and copy the host's numbers that a step needs to the device.
+
+        ``grads``: one gradient for each parameter.
+        """
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step; return the objects that must stay alive while the launches may be replayed."""

@@ -115,7 +115,9 @@ def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: 
     assert stepper is not None
     steps, scalars = Unlaunched(stepper._kernel), Unlaunched(stepper._prepare)
     stepper._kernel, stepper._prepare = steps, stepper._prepare and scalars
-    stepper.step([torch.zeros_like(p) for p in array.params], settings)
+    grads = [torch.zeros_like(p) for p in array.params]
+    stepper.ready(grads, settings)
+    stepper.launch(grads)
     # The host computes the scalars of NAdam.
     assert len(scalars.compiled) == (name != "NAdam")
     # One launch for rows of multiples of 16 bytes, one for others.

@@ -183,7 +183,8 @@ EXACT = {
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps by the Triton kernels, in the interpreter, whose launches are recorded."""
     interpret(monkeypatch)
-    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(Closure()))
+    updates = base.RecordedUpdates
+    monkeypatch.setattr(base, "RecordedUpdates", lambda record: updates(Closure()))
     yield
     forget()
 

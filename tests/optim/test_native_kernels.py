@@ -145,7 +145,8 @@ def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, An
         patch.setattr(group, "KERNELS", {})
     else:
         interpret(patch)
-    patch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(tape))
+    updates = base.RecordedUpdates
+    patch.setattr(base, "RecordedUpdates", lambda record: updates(tape))
     array = Array(3)
     yield array, *start(name, options, array), tape
     if kind == "triton":
