@@ -24,7 +24,9 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import mark, member_rows, membership
+from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 from hfusion.device.backend import Recorder, Recordings, backend, sent
 from hfusion.optim import coupling, native_kernels
 from hfusion.optim.clip import overflowing
@@ -52,14 +54,14 @@ from hfusion.optim.hyper import (
     read,
     state_dtype,
 )
-from hfusion.optim.optimizer_rows import MemberRows, complete_state, first_values, member_state_dicts, saved_entries
+from hfusion.optim.optimizer_rows import complete_state, group_table, put, rearrange, saved_entries, width
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.export_state import tensor_guards
 from hfusion.torch_private.module_hooks import spare_dynamo
 
 
-class FusedOptimizer(MemberRows, Formula, Optimizer):
+class FusedOptimizer(Formula, Optimizer):
     """Base class: a torch.optim.Optimizer whose numeric hyper-parameters have one value per member.
 
     ``group["lr"]`` and the others are float64 vectors ``[B]``; you may assign one number or a sequence. ``state[p]``
@@ -119,8 +121,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                 )
             self._check_params(group["params"])
             copy_vectors(group)
-            self._settings(group)
-            self.initial_values.append(first_values(group, self.hypers, members))
+            columns = zip(self.hypers, self._settings(group).columns, strict=True)
+            self.initial_values.append({h.label: c[0] if len(set(c)) == 1 else None for h, c in columns})
             self.explicit_keys.append(explicit)
         except Exception:
             self.param_groups.pop()
@@ -252,27 +254,136 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do the same as in torch, but copy the state. Raises CheckpointError for a state of another array."""
-        saved_entries(self, state_dict)
-        state = {
-            key: {name: value.clone() for name, value in entry.items()} for key, entry in state_dict["state"].items()
-        }
-        copied = {**state_dict, "state": state}
-        super().load_state_dict(copied)
+        entries = saved_entries(self, state_dict)
+        super().load_state_dict(dict(state_dict))
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
-        for param, saved in saved_entries(self, copied):
-            numbers = {name: saved[name] for name in self.numbers if name in saved}
-            stacks = {name: value.to(param.device) for name, value in saved.items() if name not in numbers}
-            self.state[param].update(numbers | (stacks if MASTER_STACK in saved else {}))
+        for param, saved in entries:
+            loaded = self.state[param]
+            for name, value in saved.items():
+                stack = value.to(param.device) if MASTER_STACK in saved else loaded[name]
+                loaded[name] = (value if name in self.numbers else stack).clone()
 
     def unfuse(self) -> list[dict[str, Any]]:
-        """Return B state dicts, one per member, for torch.optim's class of the same name."""
+        """Return B state dicts, one per member, for torch.optim's class of the same name; the state is copied."""
         for group in self.param_groups:
             if any(state_dtype(param, group[MASTER_WEIGHTS]) != param.dtype for param in group["params"]):
                 raise FusionError(
                     "the state has master weights, which no optimizer of torch.optim has: take the members' models by "
                     "fused.unfuse(), and begin a new optimizer for each; or save opt.state_dict()"
                 )
-        return member_state_dicts(self)
+        kind: Any = self.torch_class
+        example = None if kind is None else kind([torch.zeros(1, 1, device="cpu")])
+        # Some classes have state before their first step.
+        early = example is not None and bool(example.state)
+        if early:
+            self.initialise()
+        members, indices = self.members, {param: index for index, param in enumerate(self._params())}
+
+        def own(value: Any, member: int) -> Any:
+            if isinstance(value, Tensor) and value.shape == (members,):
+                return float(value[member])
+            return tuple(own(item, member) for item in value) if isinstance(value, tuple) else value
+
+        state_dicts = []
+        for member in range(members):
+            states = {}
+            for param, index in indices.items():
+                entry = self.state.get(param, {}).items()
+                rows = {name: value[member] if membership_of(param).stacked else value for name, value in entry}
+                if rows and (early or rows["step"] > 0):
+                    kept = rows.keys() - ({"step"} if not self.counts_steps else ())
+                    states[index] = {name: rows[name].clone(memory_format=torch.contiguous_format) for name in kept}
+            groups = [{} if example is None else dict(example.param_groups[0]) for _ in self.param_groups]
+            for values, group in zip(groups, self.param_groups, strict=True):
+                values |= {key: own(plain(value), member) for key, value in group.items() if key != MASTER_WEIGHTS}
+                values["params"] = [indices[param] for param in group["params"]]
+            state_dicts.append({"state": states, "param_groups": groups})
+        return state_dicts
+
+    @contextmanager
+    def holding(self, members: Tensor) -> Iterator[None]:
+        """Context manager: ``members``, bool ``[B]``, take no step; their parameters, state and counts stay."""
+        before = self._held
+        everybody = members if before is None else members | before
+        self._held = everybody if bool(everybody.any()) else None
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @property
+    def held_members(self) -> list[int]:
+        """The members that take no step now, see `holding`."""
+        return [] if self._held is None else [int(row) for row in self._held.nonzero().reshape(-1)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep the state and the hyper-parameters of members ``rows`` only, in this order.
+
+        Raises:
+            ValueError: no rows, a repeated row, or a row out of range.
+        """
+        rearrange(self, kept_rows(rows, width(self)), {})
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.
+
+        Raises:
+            ValueError: a row is out of range or written twice, or ``src`` and ``dst`` differ in number.
+        """
+        rearrange(self, copied(src, dst, width(self)), {})
+
+    def append(self, count: int = 1, **hypers: Any) -> None:
+        """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.
+
+        Args:
+            hypers: their hyper-parameters, one value or ``count`` values each, for the param groups that take the
+                optimizer's default. As in torch, a group that was given its own value keeps it; only if it was given
+                one for each member, new members get the value from here. By default the initial value, if that is one
+                for all members.
+
+        Raises:
+            ValueError: a hyper-parameter that differs between members is missing, or a value is out of range; or every
+                param group has its own.
+        """
+        if count < 1:
+            raise ValueError(f"append() needs at least one member, got {count}.")
+        rearrange(self, [*range(width(self)), *[None] * count], hypers)
+
+    def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
+        """Restart members ``rows``: clear their state and set their counts to 0.
+
+        Args:
+            hypers: new hyper-parameters, one value or one for each of ``rows``, for the same param groups as in
+                `append`. By default they do not change.
+
+        Raises:
+            ValueError: a row is out of range or repeated, or a value is out of range, or no param group takes it.
+        """
+        members = width(self)
+        fresh = rows_of(rows, members)
+        check_once(fresh)
+        rearrange(self, [None if row in fresh else row for row in range(members)], hypers, restart=True)
+
+    def tables(self) -> dict[str, MemberTable]:
+        """The members' hyper-parameters of each param group, and their state of each parameter: live, by name."""
+        members = width(self)
+        tables: dict[str, MemberTable] = {}
+        for number, group in enumerate(self.param_groups):
+            tables[f"param group {number}"] = group_table(self, group, members)
+            for param in group["params"]:
+                param_mark = membership_of(param)
+                if param_mark.is_own:
+                    entry = self.state.get(param, {})
+                    rows = {name: member_rows(value, param_mark) for name, value in entry.items()}
+                    tables[f"state/{param_mark.name}"] = MemberTable(members, rows)
+        return tables
+
+    def put(self, rows: Sequence[int], tables: Mapping[str, MemberTable]) -> None:
+        """Give members ``rows`` the state and hyper-parameters of the first rows of ``tables``, from `tables`.
+
+        State that ``tables`` lack begins anew.
+        """
+        put(self, rows, tables)
 
     def forget(self) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses."""
@@ -514,10 +625,10 @@ class PreparedUpdate:
                     self._settings[index] = settings
                 self._note_values(optimizer)
         work: Work = []
-        for number, group in self.groups:
-            if (grads := group.gradients()) is None:
+        for number, part in self.groups:
+            if (grads := part.gradients()) is None:
                 return None
-            work.append((self._settings[number], group, grads))
+            work.append((self._settings[number], part, grads))
         return work
 
     def _note_values(self, optimizer: FusedOptimizer) -> None:

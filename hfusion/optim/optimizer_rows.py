@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import member_rows
+from hfusion.core.membership import Membership, member_rows
 from hfusion.core.memory import real_view
-from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 from hfusion.optim import coupling
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import State, membership_of, same_objects
 from hfusion.optim.hyper import (
     MASTER_STACK,
-    MASTER_WEIGHTS,
-    Hyper,
     MemberVector,
     ParamGroup,
     Settings,
@@ -57,132 +53,39 @@ def made_for_rows(make: Callable[[Any], Any], params: Sequence[Any], rows: Seque
     finally:
         for param, mark in zip(params, marks, strict=True):
             param._hfusion_membership = mark
-    if isinstance(optimizer, MemberRows) and list(rows) != list(range(members)):
-        fused = cast("FusedOptimizer", optimizer)
-        hypers: Sequence[Hyper] = fused.hypers
-        for group in fused.param_groups:
-            # Makes the param group hold a vector of each hyper-parameter.
-            read(group, hypers, members)
-            for hyper in hypers:
-                hyper.put(group, hyper.get(group)[list(rows)].clone())
+    if isinstance(optimizer, Formula):
+        rearrange(optimizer, list(rows), {})
     return optimizer
 
 
-class MemberRows:
-    """Operations of a fused optimizer on its members; call `keep`, `copy` and `append` of the fused module, too."""
-
-    _held: Tensor | None = None
-
-    @contextmanager
-    def holding(self, members: Tensor) -> Iterator[None]:
-        """Context manager: ``members``, bool ``[B]``, take no step; their parameters, state and counts stay."""
-        before = self._held
-        everybody = members if before is None else members | before
-        self._held = everybody if bool(everybody.any()) else None
-        try:
-            yield
-        finally:
-            self._held = before
-
-    @property
-    def held_members(self) -> list[int]:
-        """The members that take no step now, see `holding`."""
-        return [] if self._held is None else [int(row) for row in self._held.nonzero().reshape(-1)]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep the state and the hyper-parameters of members ``rows`` only, in this order.
-
-        Raises:
-            ValueError: no rows, a repeated row, or a row out of range.
-        """
-        rearrange(self, kept_rows(rows, width(self)), {})
-
-    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.
-
-        Raises:
-            ValueError: a row is out of range or written twice, or ``src`` and ``dst`` differ in number.
-        """
-        rearrange(self, copied(src, dst, width(self)), {})
-
-    def append(self, count: int = 1, **hypers: Any) -> None:
-        """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.
-
-        Args:
-            hypers: their hyper-parameters, one value or ``count`` values each, for the param groups that take the
-                optimizer's default. As in torch, a group that was given its own value keeps it; only if it was given
-                one for each member, new members get the value from here. By default the initial value, if that is one
-                for all members.
-
-        Raises:
-            ValueError: a hyper-parameter that differs between members is missing, or a value is out of range; or every
-                param group has its own.
-        """
-        if count < 1:
-            raise ValueError(f"append() needs at least one member, got {count}.")
-        rearrange(self, [*range(width(self)), *[None] * count], hypers)
-
-    def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
-        """Restart members ``rows``: clear their state and set their counts to 0.
-
-        Args:
-            hypers: new hyper-parameters, one value or one for each of ``rows``, for the same param groups as in
-                `append`. By default they do not change.
-
-        Raises:
-            ValueError: a row is out of range or repeated, or a value is out of range, or no param group takes it.
-        """
-        members = width(self)
-        fresh = rows_of(rows, members)
-        check_once(fresh)
-        rearrange(self, [None if row in fresh else row for row in range(members)], hypers, restart=True)
-
-    def tables(self) -> dict[str, MemberTable]:
-        """The members' hyper-parameters of each param group, and their state of each parameter: live, by name."""
-        optimizer, members = cast("FusedOptimizer", self), width(self)
-        tables: dict[str, MemberTable] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            tables[f"param group {number}"] = _vector_table(self, group, members)
-            for param in group["params"]:
-                param_mark = membership_of(param)
-                if param_mark.is_own:
-                    entry = optimizer.state.get(param, {})
-                    rows = {name: member_rows(value, param_mark) for name, value in entry.items()}
-                    tables[f"state/{param_mark.name}"] = MemberTable(members, rows)
-        return tables
-
-    @torch.no_grad()
-    def put(self, rows: Sequence[int], tables: Mapping[str, MemberTable]) -> None:
-        """Give members ``rows`` the state and hyper-parameters of the first rows of ``tables``, from `tables`.
-
-        State that ``tables`` lack begins anew.
-        """
-        optimizer, members = cast("FusedOptimizer", self), width(self)
-        for number, group in enumerate(optimizer.param_groups):
-            if (vectors := tables.get(f"param group {number}")) is not None:
-                _vector_table(self, group, members).put(rows, vectors)
-            for param in group["params"]:
-                mark = membership_of(param)
-                part = tables.get(f"state/{mark.name}", MemberTable(0))
-                if part.columns.keys() - optimizer.state.get(param, {}).keys():
-                    optimizer._state(param, optimizer._settings(group))
-                entry = optimizer.state.get(param, {})
-                for name in part.columns.keys() - entry.keys() - optimizer.numbers.keys():
-                    # State that the present settings do not use, such as a momentum that was set to 0 later.
-                    stack = part[name].new_zeros(members, *part[name].shape[1:])
-                    entry[name] = stack if mark.stacked else stack[0]
-                if entry and mark.is_own:
-                    if lacking := entry.keys() - part.columns.keys():
-                        _begin_rows(type(optimizer), param, entry, lacking, _begins(self, group, rows))
-                    own = {name: member_rows(entry[name], mark) for name in part.columns if name in entry}
-                    MemberTable(members, own).put(rows, MemberTable(0, {name: part[name] for name in own}))
-
-
-def _vector_table(optimizer: Any, group: ParamGroup, members: int) -> MemberTable:
-    """Return the members' hyper-parameters of a param group, live."""
+def group_table(optimizer: Any, group: ParamGroup, members: int) -> MemberTable:
+    """Return the members' hyper-parameters of a param group, and what schedulers keep of each there: live."""
     vectors, _ = read(group, optimizer.hypers, members)
     columns = {hyper.label: v.as_subclass(Tensor) for hyper, v in zip(optimizer.hypers, vectors, strict=True)}
-    return MemberTable(members, columns)
+    keys = group.keys() - {"params", *(hyper.key for hyper in optimizer.hypers)}
+    kept = {key: group[key] for key in keys if isinstance(group[key], Tensor) and group[key].shape == (members,)}
+    return MemberTable(members, {**columns, **kept})
+
+
+@torch.no_grad()
+def put(optimizer: FusedOptimizer, rows: Sequence[int], tables: Mapping[str, MemberTable]) -> None:
+    """Give members ``rows`` the first rows of ``tables``, see `FusedOptimizer.put`."""
+    members = width(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        if (vectors := tables.get(f"param group {number}")) is not None:
+            group_table(optimizer, group, members).put(rows, vectors)
+        for param in group["params"]:
+            mark = membership_of(param)
+            entry, part = optimizer.state.get(param, {}), tables.get(f"state/{mark.name}", MemberTable(0))
+            if part.columns.keys() - entry.keys():
+                entry = optimizer._state(param, optimizer._settings(group))
+                for name in part.columns.keys() - entry.keys():
+                    # The present settings do not use it, as if a momentum was set to 0 later.
+                    entry[name] = torch.zeros_like(param, dtype=part[name].dtype)
+            if mark.is_own:
+                if lacking := entry.keys() - part.columns.keys():
+                    _begin_rows(type(optimizer), param, entry, lacking, _begins(optimizer, group, rows))
+                MemberTable(members, {name: member_rows(entry[name], mark) for name in part.columns}).put(rows, part)
 
 
 def width(optimizer: Any) -> int:
@@ -200,7 +103,7 @@ def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *
     Args:
         restart: whether the new members are those that were in their rows before, and keep their hyper-parameters.
 
-    Raises ValueError in the same cases as `MemberRows.append`.
+    Raises ValueError in the same cases as `FusedOptimizer.append`.
     """
     before = width(optimizer)
     if list(sources) == list(range(before)):
@@ -210,18 +113,22 @@ def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *
     # New members have some rows, which then begin anew.
     places = [min(row, before - 1) if source is None else source for row, source in enumerate(sources)]
     new_values = _read_new_hypers(optimizer, new_hypers, fresh, restart)
-    kept = [[] if restart else _kept_values(optimizer, group, before, bool(fresh)) for group in optimizer.param_groups]
-    for group, values, keys in zip(optimizer.param_groups, new_values, kept, strict=True):
-        vectors = _vector_table(optimizer, group, before)
-        vectors.arrange(places)
-        for hyper in optimizer.hypers:
-            vector = vectors[hyper.label]
-            if hyper.label in values:
-                vector[fresh] = values[hyper.label]
-            if len(sources) != before:
-                hyper.put(group, vector.as_subclass(MemberVector))
-        for key in keys:
-            group[key] = moved_rows(group[key], places, {}).as_subclass(type(group[key]))
+    tables = [group_table(optimizer, group, before) for group in optimizer.param_groups]
+    labels = {hyper.label for hyper in optimizer.hypers}
+    if kept := [key for table in tables for key in table.columns.keys() - labels if fresh and not restart]:
+        raise FusionError(
+            f"a scheduler of torch keeps {kept[0]!r} of every member, and knows none of members that join; use "
+            "hf.optim.lr_scheduler, whose schedulers let members join"
+        )
+    for group, values, table in zip(optimizer.param_groups, new_values, tables, strict=True):
+        table.arrange(places)
+        for label, value in values.items():
+            table[label][fresh] = value
+        if len(sources) != before:
+            for hyper in optimizer.hypers:
+                hyper.put(group, table[hyper.label].as_subclass(MemberVector))
+            for key in table.columns.keys() - labels:
+                group[key] = table[key].as_subclass(type(group[key]))
         begins = _begins(optimizer, group, fresh)
         for param in group["params"]:
             entry, mark = optimizer.state.get(param, {}), membership_of(param)
@@ -258,53 +165,31 @@ def _read_new_hypers(
     if unknown:
         keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
         raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {keys}")
-    new_values: list[dict[str, Tensor]] = [{} for _ in optimizer.param_groups]
-    for key, value in new_hypers.items():
-        hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
-        taken = False
-        for hyper in hypers:
-            values = plain(member_vector(hyper.label, hyper.get({key: value}), len(rows)))
+    given: dict[str, Tensor] = {}
+    for hyper in optimizer.hypers:
+        if hyper.key in new_hypers:
+            values = member_vector(hyper.label, hyper.get(new_hypers), len(rows))
+            given[hyper.label] = plain(values)
             hyper.check(values.tolist(), rows)
-            for group_values, explicit, first in zip(
-                new_values, optimizer.explicit_keys, optimizer.initial_values, strict=True
-            ):
-                initial = first.get(hyper.label) if key in explicit else None
-                group_values[hyper.label] = values if initial is None else torch.full_like(values, initial)
-                taken |= initial is None
-        if not taken:
-            raise ValueError(explicit_everywhere(optimizer, key))
-    for first, group_values in zip(optimizer.initial_values, new_values, strict=True):
-        for hyper in optimizer.hypers if rows and not restart else ():
-            if hyper.label in group_values:
-                continue
-            if (initial := first.get(hyper.label)) is None:
-                raise ValueError(
-                    f"{hyper.label} differs between the members: say what it is for those that join, {hyper.key}=..."
-                )
-            group_values[hyper.label] = torch.tensor(initial, dtype=torch.float64, device="cpu")
+    new_values: list[dict[str, Tensor]] = []
+    taken: set[str] = set()
+    for explicit, first in zip(optimizer.explicit_keys, optimizer.initial_values, strict=True):
+        new_values.append(group_values := {})
+        for hyper in optimizer.hypers:
+            initial = first.get(hyper.label)
+            if hyper.label in given and (initial is None or hyper.key not in explicit):
+                group_values[hyper.label] = given[hyper.label]
+                taken.add(hyper.key)
+            elif hyper.label in given or (rows and not restart):
+                if initial is None:
+                    raise ValueError(
+                        f"{hyper.label} differs between the members: say what it is for those that join, "
+                        f"{hyper.key}=..."
+                    )
+                group_values[hyper.label] = torch.tensor(initial, dtype=torch.float64, device="cpu")
+    if unused := [key for key in new_hypers if key not in taken]:
+        raise ValueError(explicit_everywhere(optimizer, unused[0]))
     return new_values
-
-
-def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> dict[str, float | None]:
-    """Return the value of each hyper-parameter by label; None if it differs between members."""
-    _, columns = read(group, hypers, members)
-    return {h.label: column[0] if len(set(column)) == 1 else None for h, column in zip(hypers, columns, strict=True)}
-
-
-def _kept_values(optimizer: Any, group: ParamGroup, width: int, joining: bool) -> list[str]:
-    """Return the keys under which schedulers keep a value of each member in a param group.
-
-    Raises FusionError if there are any, and members join.
-    """
-    excluded = {"params", *(hyper.key for hyper in optimizer.hypers)}
-    keys = [key for key, value in group.items() if isinstance(value, Tensor) and value.shape == (width,)]
-    keys = [key for key in keys if key not in excluded]
-    if keys and joining:
-        raise FusionError(
-            f"a scheduler of torch keeps {keys[0]!r} of every member, and knows none of members that join; use "
-            "hf.optim.lr_scheduler, whose schedulers let members join"
-        )
-    return keys
 
 
 def _begins(optimizer: Any, group: ParamGroup, rows: Iterable[int]) -> dict[int, Mapping[str, float]]:
@@ -337,12 +222,12 @@ def saved_entries(optimizer: Any, state_dict: Any) -> list[tuple[Tensor, Mapping
         raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
     for key, param, entry in entries:
         for name, value in entry.items():
-            expected_shape = numbers_shape(param) if name in optimizer.numbers else param.shape
-            if not isinstance(value, Tensor) or value.shape != expected_shape:
+            expected_shape = numbers_shape(membership_of(param)) if name in optimizer.numbers else list(param.shape)
+            if not isinstance(value, Tensor) or list(value.shape) != expected_shape:
                 actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise CheckpointError(
                     f"the state {name!r} of parameter {key} has {actual}, this optimizer needs a tensor of shape "
-                    f"{list(expected_shape)}: load the state of an array with the same members"
+                    f"{expected_shape}: load the state of an array with the same members"
                 )
     return [(param, entry) for _, param, entry in entries]
 
@@ -354,15 +239,17 @@ def complete_state(param: Tensor, state: State, settings: Settings, formula: typ
         state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
     if state.keys() >= {*formula.numbers, *settings.names}:
         return state
+    mark, wide = membership_of(param), torch.get_default_dtype() == torch.float64
     for name, first in formula.numbers.items():
-        kind = torch.float32 if name == "step" else scalar_dtype()
-        state.setdefault(name, torch.full(numbers_shape(param), first, dtype=kind, device="cpu"))
+        # The dtypes in which torch's optimizers keep scalar state.
+        kind = torch.float64 if wide and name != "step" else torch.float32
+        state.setdefault(name, torch.full(numbers_shape(mark), first, dtype=kind, device="cpu"))
     begins = [formula.begin(values, settings.options) for values in settings.members]
     for name in settings.names:
         if name not in state:
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             if any(begin.get(name) for begin in begins):
-                rows = range(len(member_rows(param, membership_of(param))))
+                rows = range(len(member_rows(param, mark)))
                 _begin_rows(formula, param, state, [name], dict(zip(rows, begins, strict=False)))
     return state
 
@@ -384,50 +271,9 @@ def _begin_rows(
             stack[row] = formula.numbers[name] if name in formula.numbers else begin.get(name, 0.0)
 
 
-def scalar_dtype() -> torch.dtype:
-    """Return the dtype in which torch's optimizers keep scalar state."""
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
-def numbers_shape(param: Tensor) -> torch.Size:
+def numbers_shape(mark: Membership) -> list[int]:
     """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
-    mark = membership_of(param)
-    return torch.Size([mark.members] if mark.stacked else [])
-
-
-def member_state_dicts(optimizer: Any) -> list[dict[str, Any]]:
-    """Return B state dicts, one per member, as torch's optimizers load them; the state is copied."""
-    kind = optimizer.torch_class
-    example = None if kind is None else kind([torch.zeros(1, 1, device="cpu")])
-    # Some classes have state before their first step.
-    early = example is not None and bool(example.state)
-    if early:
-        optimizer.initialise()
-    members, numbers = optimizer.members, {param: number for number, param in enumerate(optimizer._params())}
-    state_dicts = []
-    for member in range(members):
-        states = {}
-        for param, number in numbers.items():
-            entry = optimizer.state.get(param, {}).items()
-            rows = {name: value[member] if membership_of(param).stacked else value for name, value in entry}
-            if rows and (early or rows["step"] > 0):
-                kept = rows.keys() - ({"step"} if not optimizer.counts_steps else ())
-                states[number] = {name: rows[name].clone(memory_format=torch.contiguous_format) for name in kept}
-        groups = [{} if example is None else dict(example.param_groups[0]) for _ in optimizer.param_groups]
-        for values, group in zip(groups, optimizer.param_groups, strict=True):
-            own = {key: value for key, value in group.items() if key != MASTER_WEIGHTS}
-            values.update({key: _member_value(plain(value), member, members) for key, value in own.items()})
-            values["params"] = [numbers[param] for param in group["params"]]
-        state_dicts.append({"state": states, "param_groups": groups})
-    return state_dicts
-
-
-def _member_value(value: Any, member: int, members: int) -> Any:
-    if isinstance(value, Tensor) and value.shape == (members,):
-        return float(value[member])
-    if isinstance(value, tuple):
-        return tuple(_member_value(item, member, members) for item in value)
-    return value
+    return [mark.members] if mark.stacked else []
 
 
 # An optimizer of some members of an array: gather their rows of state and hyper-parameters, and write state back.
@@ -452,6 +298,10 @@ class GatheredState:
         part = copy.copy(whole)
         part.param_groups, part.state = [], defaultdict(dict)
         gathered = GatheredState(whole, part, params)
+        for group in whole.param_groups:
+            read(group, whole.hypers, whole.members)
+            part.param_groups.append({**group, "params": gathered._small(group)})
+            copy_vectors(part.param_groups[-1])
         gathered.load(rows)
         return gathered
 
@@ -474,24 +324,17 @@ class GatheredState:
                 f"{type(whole).__name__} has a hook of its steps, which takes all members, and only rows {list(rows)} "
                 "are to step: step all rows, or remove the hook; hf.Population clips by clip_norm= and clip_value="
             )
-        if not part.param_groups:
-            for group in whole.param_groups:
-                read(group, whole.hypers, whole.members)
-                new_group = {**group, "params": self._small(group)}
-                copy_vectors(new_group)
-                part.param_groups.append(new_group)
         if len(rows) != width(part):
             rearrange(part, [0] * len(rows), {})
-        for whole_group, part_group in zip(whole.param_groups, part.param_groups, strict=True):
-            keys = {"params", *(hyper.key for hyper in whole.hypers)}
-            for key in whole_group.keys() - keys:
-                value = whole_group[key]
-                by_member = isinstance(value, Tensor) and value.shape == (whole.members,)
-                part_group[key] = value[list(rows)] if by_member else value
+        tables = {name: table.take(rows) for name, table in whole.tables().items()}
+        for number, (whole_group, part_group) in enumerate(zip(whole.param_groups, part.param_groups, strict=True)):
+            columns = tables[f"param group {number}"].columns
+            keys = whole_group.keys() - {"params", *(hyper.key for hyper in whole.hypers)}
+            part_group.update({key: columns.get(key, whole_group[key]) for key in keys})
         for param, small in self.params.items():
             if not membership_of(param).stacked and whole.state.get(param):
                 part.state[small] = whole.state[param]
-        part.put(range(len(rows)), {name: table.take(rows) for name, table in whole.tables().items()})
+        part.put(range(len(rows)), tables)
 
     def _small(self, group: ParamGroup) -> list[Tensor]:
         return [self.params[param] for param in group["params"] if param in self.params]
@@ -501,7 +344,5 @@ class GatheredState:
         for param, small in self.params.items():
             if not membership_of(param).stacked and self.part.state.get(small):
                 self.whole.state[param] = self.part.state[small]
-        state = {
-            name: table for name, table in self.part.tables().items() if table.columns and name.startswith("state/")
-        }
-        self.whole.put(rows, state)
+        tables = self.part.tables().items()
+        self.whole.put(rows, {name: table for name, table in tables if table.columns and name.startswith("state/")})
