@@ -7,7 +7,7 @@ nothing more. What is here is for those that decide on a value, or take argument
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -42,12 +42,14 @@ class MemberSchedule:
 
     Attributes:
         make: the function that makes the scheduler.
-        stand_in: an optimizer of one number, which the scheduler drives. `PerMember` exchanges its hyper-parameters.
+        stand_in: an optimizer of a number per param group, which the scheduler drives. `PerMember` exchanges its
+            hyper-parameters, which are its ``defaults``.
         scheduler: the scheduler; None until it is made.
     """
 
-    def __init__(self, make: Make, stand_in: Optimizer) -> None:
-        self.make, self.stand_in = make, stand_in
+    def __init__(self, make: Make, groups: int, defaults: dict[str, Any]) -> None:
+        self.make = make
+        self.stand_in = Optimizer([{"params": [torch.zeros((), device="cpu")]} for _ in range(groups)], dict(defaults))
         self.scheduler: Any = None
 
     def __copy__(self) -> MemberSchedule:
@@ -56,7 +58,7 @@ class MemberSchedule:
 
     def __reduce__(self) -> Any:
         kept = [{key: value for key, value in group.items() if key != "params"} for group in self.stand_in.param_groups]
-        return _restored, (self.make, kept, dict(self.stand_in.defaults), self.state(tuple(self.stand_in.defaults)))
+        return _restored, (self.make, dict(self.stand_in.defaults), kept, self.state())
 
     def begin(self, member: int) -> None:
         """Make the scheduler, at step 0. Raises ValueError or TypeError that name ``member``."""
@@ -76,9 +78,9 @@ class MemberSchedule:
         # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
         self.stand_in._opt_called = True  # type: ignore[attr-defined]
 
-    def state(self, hypers: Sequence[str]) -> dict[str, Any]:
-        """Return the state of the scheduler, and what torch keeps of it in the param groups besides ``hypers``."""
-        excluded = {"params", *hypers}
+    def state(self) -> dict[str, Any]:
+        """Return the state of the scheduler, and what torch keeps of it in the param groups beside hyper-parameters."""
+        excluded = {"params", *self.stand_in.defaults}
         groups = [{k: v for k, v in group.items() if k not in excluded} for group in self.stand_in.param_groups]
         return copy.deepcopy({"scheduler": self.scheduler.state_dict(), "groups": groups})
 
@@ -91,10 +93,10 @@ class MemberSchedule:
 
 
 def _restored(
-    make: Make, groups: Sequence[Mapping[str, Any]], defaults: dict[str, Any], state: Mapping[str, Any]
+    make: Make, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
 ) -> MemberSchedule:
     """Return a schedule in ``state`` over a stand-in with these param groups."""
-    restored = MemberSchedule(make, Optimizer([{"params": [torch.zeros((), device="cpu")]} for _ in groups], defaults))
+    restored = MemberSchedule(make, len(groups), defaults)
     for group, values in zip(restored.stand_in.param_groups, groups, strict=True):
         group.update(values)
     restored.scheduler = make(restored.stand_in)
@@ -123,6 +125,7 @@ class PerMember(torch_schedulers.LRScheduler):
     """
 
     kind: ClassVar[type[torch_schedulers.LRScheduler] | None] = None
+    optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         if not isinstance(optimizer, FusedOptimizer):
@@ -131,10 +134,9 @@ class PerMember(torch_schedulers.LRScheduler):
         self.optimizer = optimizer
         makes = self._resolve_makes(make, options, optimizer.members)
         self._initial_make = makes[0] if all(maker is makes[0] for maker in makes) else None
-        members = [MemberSchedule(maker, _stand_in(optimizer)) for maker in makes]
         # One column, of a `MemberSchedule` for each member.
-        self.table = MemberTable(len(members), {"schedule": members})
-        self._begin(range(len(members)))
+        self.table = MemberTable(0, {"schedule": []})
+        self._begin(range(len(makes)), makes)
 
     @property
     def _members(self) -> list[MemberSchedule]:
@@ -158,8 +160,13 @@ class PerMember(torch_schedulers.LRScheduler):
             return [partial(kind, **options)] * count
         return [partial(kind, **{name: value[row] for name, value in values.items()}) for row in range(count)]
 
-    def _begin(self, rows: Iterable[int]) -> None:
+    def _begin(self, rows: Sequence[int], makes: Sequence[Make]) -> None:
         """Create the schedulers of members ``rows``, at step 0 and with the current hyper-parameters."""
+        hypers = {hyper.key: 0.0 if hyper.index is None else (0.0, 0.0) for hyper in self.optimizer.hypers}
+        for row, make in zip(rows, makes, strict=True):
+            # A row behind the last one is added.
+            self._members[row : row + 1] = [MemberSchedule(make, len(self.optimizer.param_groups), hypers)]
+        self.table.rows = len(self._members)
         self._pull()
         for row in rows:
             self._members[row].begin(row)
@@ -175,16 +182,13 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Add ``count`` members at step 0; without ``make`` and options, with the schedule all others began with."""
-        first = self.table.rows
         if make is not None or options:
             makes = self._resolve_makes(make, options, count)
         elif self._initial_make is None:
             raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
         else:
             makes = [self._initial_make] * count
-        self.table.columns["schedule"] += [MemberSchedule(maker, _stand_in(self.optimizer)) for maker in makes]
-        self.table.rows += count
-        self._begin(range(first, first + count))
+        self._begin(range(self.table.rows, self.table.rows + count), makes)
 
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Restart members ``rows`` at step 0; without ``make`` and options, with the schedules that they had."""
@@ -192,9 +196,7 @@ class PerMember(torch_schedulers.LRScheduler):
         makes = [self._members[row].make for row in fresh]
         if make is not None or options:
             makes = self._resolve_makes(make, options, len(fresh))
-        for row, maker in zip(fresh, makes, strict=True):
-            self._members[row] = MemberSchedule(maker, _stand_in(self.optimizer))
-        self._begin(fresh)
+        self._begin(fresh, makes)
 
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
         """Restore one member's scheduler from the result of `member_state`."""
@@ -203,7 +205,7 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def member_state(self, row: int) -> dict[str, Any]:
         """The state of one member's scheduler, and what torch keeps of a schedule in the param groups."""
-        return self._members[row].state([hyper.key for hyper in self._hypers])
+        return self._members[row].state()
 
     @property
     def kinds(self) -> list[str]:
@@ -244,32 +246,24 @@ class PerMember(torch_schedulers.LRScheduler):
         metrics: Tensor | Sequence[float] | None = None,
     ) -> None:
         """Step the schedulers of all members, or of ``rows``; ``metrics [B]``: for each ReduceLROnPlateau of torch."""
-        plain: tuple[Any, ...] = () if epoch is None else (epoch,)
         asking = self.takes_metrics
         if metrics is None and any(asking):
             raise ValueError(f"member {asking.index(True)} has a ReduceLROnPlateau: give step metrics, one per member")
-        values = [0.0] * len(asking) if metrics is None else self._metrics(metrics)
-        self._step([(v, *plain) if asks else plain for v, asks in zip(values, asking, strict=True)], rows)
-
-    def _metrics(self, metrics: Tensor | Sequence[float]) -> list[float]:
-        if not isinstance(metrics, Tensor):
-            metrics = torch.tensor(metrics, dtype=torch.float64, device="cpu")
-        if metrics.shape != (len(self._schedulers),):
+        values = torch.as_tensor([0.0] * len(asking) if metrics is None else metrics, dtype=torch.float64, device="cpu")
+        if values.shape != (len(asking),):
             raise ValueError(
-                f"metrics have shape {list(metrics.shape)} for an array of {len(self._schedulers)} members: give one "
+                f"metrics have shape {list(values.shape)} for an array of {len(asking)} members: give one "
                 "number per member, such as the losses of hf.per_model"
             )
-        return list(metrics.tolist())
-
-    def _step(self, arguments: Sequence[tuple[Any, ...]], rows: Sequence[int] | None) -> None:
+        numbers, epochs = values.tolist(), () if epoch is None else (epoch,)
         self._pull()
         for row in range(self.table.rows) if rows is None else rows:
-            self._members[row].scheduler.step(*arguments[row])
+            self._members[row].scheduler.step(*([numbers[row]] if asking[row] else []), *epochs)
         self._push()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every member's scheduler, with what torch keeps of a schedule in the param groups."""
-        states = [self.member_state(row) for row in range(self.table.rows)]
+        states = [member.state() for member in self._members]
         return {"members": [state["scheduler"] for state in states], "groups": [state["groups"] for state in states]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -282,26 +276,22 @@ class PerMember(torch_schedulers.LRScheduler):
         for member, saved, groups in zip(self._members, members, state_dict["groups"], strict=True):
             member.load({"scheduler": saved, "groups": groups})
 
-    @property
-    def _hypers(self) -> Any:
-        return self.optimizer.hypers  # type: ignore[attr-defined]
-
     def _pull(self) -> None:
         """Copy the hyper-parameters and the number of param groups from the array's optimizer to the stand-ins."""
         for index, group in enumerate(self.optimizer.param_groups):
-            _, columns = read(group, self._hypers, self.table.rows)
+            _, columns = read(group, self.optimizer.hypers, self.table.rows)
             for member, stand_in in enumerate(schedule.stand_in for schedule in self._members):
                 if index == len(stand_in.param_groups):
                     stand_in.add_param_group({"params": [torch.zeros((), device="cpu")]})
                 stand_in_group = stand_in.param_groups[index]
-                for hyper, column in zip(self._hypers, columns, strict=True):
+                for hyper, column in zip(self.optimizer.hypers, columns, strict=True):
                     hyper.put(stand_in_group, column[member])
 
     def _push(self) -> None:
         """Copy the hyper-parameters that schedulers have written in the stand-ins to the array's optimizer."""
         for index, group in enumerate(self.optimizer.param_groups):
-            vectors, _ = read(group, self._hypers, self.table.rows)
-            for hyper, vector in zip(self._hypers, vectors, strict=True):
+            vectors, _ = read(group, self.optimizer.hypers, self.table.rows)
+            for hyper, vector in zip(self.optimizer.hypers, vectors, strict=True):
                 numbers = [float(hyper.get(schedule.stand_in.param_groups[index])) for schedule in self._members]
                 vector.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
@@ -350,10 +340,3 @@ def _member_values(name: str, value: Any, members: int) -> list[Any]:
             "be a list of one for each param group"
         )
     return [float(item) if isinstance(item, Tensor) else item for item in value]
-
-
-def _stand_in(optimizer: Any) -> Optimizer:
-    """Return a dummy optimizer for the scheduler of one member; `PerMember._pull` sets its hyper-parameters."""
-    groups = [{"params": [torch.zeros((), device="cpu")]} for _ in optimizer.param_groups]
-    zeros = {hyper.key: 0.0 if hyper.index is None else (0.0, 0.0) for hyper in optimizer.hypers}
-    return Optimizer(groups, zeros)
