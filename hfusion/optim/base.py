@@ -30,7 +30,7 @@ from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 from hfusion.device.backend import Recorder, Recordings, backend, sent
 from hfusion.optim import coupling, native_kernels
 from hfusion.optim.clip import overflowing
-from hfusion.optim.coupling import asked_of_members
+from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import (
     Group,
@@ -109,7 +109,8 @@ class FusedOptimizer(Formula, Optimizer):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Do the same as in torch. Raises ValueError for parameters of no array or of another B, or for bad values."""
-        by_stacks, explicit = not asked_of_members(param_group), frozenset(param_group)
+        by_stacks = not (isinstance(param_group, dict) and isinstance(param_group.get("params"), AskedParams))
+        explicit = frozenset(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -119,7 +120,12 @@ class FusedOptimizer(Formula, Optimizer):
                     f"param group {len(self.param_groups) - 1} belongs to an array of {members} members, "
                     f"the first group to one of {self.members}: use one optimizer per array"
                 )
-            self._check_params(group["params"])
+            for param in group["params"]:
+                param_mark = membership_of(param)
+                check_padding(param_mark, self)
+                if param.requires_grad:
+                    check_memory(param, f"parameter {param_mark.name!r}")
+                self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
             copy_vectors(group)
             columns = zip(self.hypers, self._settings(group).columns, strict=True)
             self.initial_values.append({h.label: c[0] if len(set(c)) == 1 else None for h, c in columns})
@@ -163,7 +169,9 @@ class FusedOptimizer(Formula, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = self._work()
-        skipped = without_gradient(self._params()) if any_absent() else {}
+        # Members for which a parameter that has a gradient was not used, and so would have none alone.
+        absent = [(p, absent_rows(p.grad)) for p in self._params() if p.grad is not None] if any_absent() else []
+        skipped: SkippedRows = {param: rows.reshape(-1) for param, rows in absent if rows is not None}
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             if (overflown := self._unscaled(found_inf)) is not None:
                 skip(skipped, self._with_gradients(), overflown)
@@ -443,14 +451,6 @@ class FusedOptimizer(Formula, Optimizer):
         options: Options = named("Options", names)._make(values)
         return options
 
-    def _check_params(self, params: Sequence[Tensor]) -> None:
-        for param in params:
-            param_mark = membership_of(param)
-            check_padding(param_mark, self)
-            if param.requires_grad:
-                check_memory(param, f"parameter {param_mark.name!r}")
-            self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
-
     def _state(self, param: Tensor, settings: Settings) -> State:
         return complete_state(param, self.state[param], settings, type(self))
 
@@ -464,12 +464,6 @@ def _observed(optimizer: Optimizer) -> bool:
 
 SkippedRows = dict[Tensor, Tensor]
 """For each parameter the members that do not step: bool ``[B]``, or ``[1]`` for a parameter that all members share."""
-
-
-def without_gradient(params: Iterable[Tensor]) -> SkippedRows:
-    """Return the members for which a parameter that has a gradient was not used, and so would have none alone."""
-    absent = ((param, absent_rows(param.grad)) for param in params if param.grad is not None)
-    return {param: rows.reshape(-1) for param, rows in absent if rows is not None}
 
 
 def skip(skipped: SkippedRows, params: Iterable[Tensor], members: Tensor) -> None:

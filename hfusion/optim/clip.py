@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows
 from hfusion.device.backend import backend, is_recorded, sent
-from hfusion.optim.gpu import WIDTH, by_width, library, program_spots
+from hfusion.optim.gpu import addresses_on, library, tables_of
 from hfusion.optim.group import check_gradient, common_members, membership_of
 from hfusion.optim.hyper import HyperValue, member_vector
 
@@ -176,13 +174,8 @@ class StackedGradients:
     def __init__(self, grads: Sequence[Tensor], members: int) -> None:
         self._grads, self._members, self._device = grads, members, grads[0].device
         sizes = tuple(grad.numel() // members for grad in grads)
-        self._tables = _tables(self._device, members, sizes, WIDTH // grads[0].dtype.itemsize)
-        for table in (self._tables.sizes, self._tables.firsts, *self._tables.spots.values()):
-            # Another stream may have made it.
-            backend(self._device).share(table)
-        addresses = [grad.data_ptr() for grad in grads]
-        self._wide = not any(address % WIDTH for address in addresses)
-        self._addresses = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
+        self._tables = tables_of(self._device, members, sizes, grads[0].dtype)
+        self._addresses = addresses_on(self._device, tuple(map(Tensor.data_ptr, grads)))
         kernels = library()
         self._constants = {
             "dtype": kernels.DTYPES[grads[0].dtype],
@@ -200,7 +193,7 @@ class StackedGradients:
         # Triton launches on the current device.
         with backend(self._device).current():
             for lanes, spots in self._launches():
-                arguments = (spots, tables.sizes, self._addresses, tables.firsts, partials)
+                arguments = (spots, tables.sizes, self._addresses.tensor, tables.firsts, partials)
                 kernels.partial_norms[(len(spots),)](*arguments, LANES=lanes, **constants)
             kernels.row_norms[tuple(norms.shape)](
                 tables.sizes, tables.firsts, partials, norms, self._members, **constants
@@ -212,11 +205,11 @@ class StackedGradients:
         torch.autograd.graph.increment_version(self._grads)
         with backend(self._device).current():
             for lanes, spots in self._launches():
-                arguments = (spots, self._tables.sizes, self._addresses, factors)
+                arguments = (spots, self._tables.sizes, self._addresses.tensor, factors)
                 library().scale_rows[(len(spots),)](*arguments, LANES=lanes, **self._constants)
 
     def _launches(self) -> list[tuple[int, Tensor]]:
-        return [(lanes if self._wide else 1, spots) for lanes, spots in self._tables.spots.items()]
+        return [(lanes if self._addresses.wide else 1, spots) for lanes, spots in self._tables.spots.items()]
 
 
 def on_accelerator(grads: Sequence[Tensor], members: int) -> list[StackedGradients]:
@@ -242,28 +235,3 @@ def _rows_apart(grad: Tensor) -> bool:
         return True
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     return (order[0] == 0 or len(grad) == 1) and grad.permute(order).is_contiguous()
-
-
-class _Tables(NamedTuple):
-    """Gradients of certain sizes, wherever they lie, as the kernels take them.
-
-    ``programs``: the number of all blocks of all rows. ``spots``: by the elements that a thread moves at once.
-    """
-
-    sizes: Tensor
-    firsts: Tensor
-    programs: int
-    spots: Mapping[int, Tensor]
-
-
-@lru_cache(maxsize=16)
-def _tables(device: torch.device, members: int, sizes: tuple[int, ...], lanes: int) -> _Tables:
-    """Return the tables of gradients with these elements of a member; any stream may read them."""
-    block = library().BLOCK
-    counts = torch.tensor([members * -(-size // block) for size in sizes], device="cpu")
-    spots = {
-        width: program_spots(sizes, indices, members, block).to(device)
-        for width, indices in by_width(sizes, lanes).items()
-    }
-    firsts = counts.cumsum(0) - counts
-    return _Tables(torch.tensor(sizes, device="cpu").to(device), firsts.to(device), int(counts.sum()), spots)

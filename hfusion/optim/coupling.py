@@ -22,7 +22,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import any_absent, frozen_rows
 from hfusion.core.membership import Membership, has_rows, membership
 from hfusion.core.parameter_attributes import keep_marks
-from hfusion.optim.hyper import ParamGroup, plain
+from hfusion.optim.hyper import plain
 from hfusion.torch_private.module_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
@@ -76,19 +76,6 @@ def check(optimizer: Any) -> None:
     )
 
 
-def _check_frozen(optimizer: Optimizer) -> None:
-    """Raise FusionError if some members do not train a parameter: torch's optimizers would still change their rows."""
-    if not any_absent() or getattr(optimizer, "leaves_rows_alone", False):
-        return
-    for param, mark in _marked(optimizer):
-        if (frozen := frozen_rows(param)) is not None:
-            raise FusionError(
-                f"members {frozen.nonzero().reshape(-1).tolist()} do not train {mark.name!r}, and others do: "
-                f"{type(optimizer).__name__} would move their rows by momentum and weight decay; take the one of that "
-                "name in hf.optim, or give each member an optimizer of its own, over fused[i].parameters()"
-            )
-
-
 @cache
 def _warn_once(text: str) -> None:
     """Warn once in this process."""
@@ -113,15 +100,16 @@ def watch() -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _check_frozen(optimizer)
+    """Raise FusionError if members are coupled, or some do not train a parameter, which torch's would still change."""
+    if any_absent() and not getattr(optimizer, "leaves_rows_alone", False):
+        for param, mark in _marked(optimizer):
+            if (frozen := frozen_rows(param)) is not None:
+                raise FusionError(
+                    f"members {frozen.nonzero().reshape(-1).tolist()} do not train {mark.name!r}, and others do: "
+                    f"{type(optimizer).__name__} would move their rows by momentum and weight decay; take the one of "
+                    "that name in hf.optim, or give each member an optimizer of its own, over fused[i].parameters()"
+                )
     check(optimizer)
-
-
-def check_groups(optimizer: Optimizer) -> None:
-    """Warn if the param groups look as if a rule for one model had chosen them by the dims of stacks."""
-    why = split_by_stack_dims(optimizer.param_groups)
-    if why:
-        _warn_once(f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own")
 
 
 def _marked(optimizer: Any) -> Iterator[tuple[Tensor, Membership]]:
@@ -137,11 +125,6 @@ def _marked(optimizer: Any) -> Iterator[tuple[Tensor, Membership]]:
 
 class AskedParams(list[nn.Parameter]):
     """Parameters of a group that was chosen by a rule for members' own parameters, not by the shape of stacks."""
-
-
-def asked_of_members(group: Any) -> bool:
-    """Return whether `groups` made a param group that no optimizer has taken yet."""
-    return isinstance(group, dict) and isinstance(group.get("params"), AskedParams)
 
 
 def groups(
@@ -176,48 +159,33 @@ def groups(
     if isinstance(fused, nn.Module) and not hasattr(fused, "origin"):
         raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got {type(fused).__name__}")
     for stack in fused.parameters() if isinstance(fused, nn.Module) else fused:
-        name, parameters = _rows(stack)
-        answers = [rule(name, parameter) for parameter in parameters]
-        if all(answer is None for answer in answers):
+        mark = membership(stack)
+        if mark is None:
+            raise FusionError(f"hf.optim.groups got a parameter of shape {list(stack.shape)} that belongs to no array")
+        answers: list[Any] = []
+        for member, row in enumerate(stack.detach() if mark.stacked else [stack.detach()] * mark.members):
+            parameter = nn.Parameter(row, requires_grad=stack.requires_grad)
+            keep_marks(parameter, stack)
+            answers.append(answer := rule(mark.name, parameter))
+            if answer is not None and not isinstance(answer, Mapping):
+                raise FusionError(
+                    f"the rule returned {type(answer).__name__} for {mark.name!r} of member {member}: it must return "
+                    'the options of a param group, such as {"weight_decay": 0.0}, or None'
+                )
+            if (answer is None) != (answers[0] is None) or set(answer or ()) != set(answers[0] or ()):
+                raise FusionError(
+                    f"the rule returned {answer!r} for {mark.name!r} of member {member} and {answers[0]!r} for that of "
+                    "member 0: an array has one stack of it, so give the same options for all members; their numbers "
+                    "may differ"
+                )
+        if answers[0] is None:
             continue
-        options = _options(name, answers)
-        group = next(
-            (g for g in param_groups if {key: value for key, value in g.items() if key != "params"} == options), None
-        )
+        options = {key: _joined(f"{key!r} of {mark.name!r}", [a[key] for a in answers]) for key in answers[0]}
+        group = next((g for g in param_groups if g == {"params": g["params"], **options}), None)
         if group is None:
-            group = {"params": AskedParams(), **options}
-            param_groups.append(group)
+            param_groups.append(group := {"params": AskedParams(), **options})
         group["params"].append(stack)
     return param_groups
-
-
-def _rows(stack: nn.Parameter) -> tuple[str, list[nn.Parameter]]:
-    """Return the name of a parameter of an array, and those of its members, one for each."""
-    mark = membership(stack)
-    if mark is None:
-        raise FusionError(f"hf.optim.groups got a parameter of shape {list(stack.shape)} that belongs to no array")
-    rows = list(stack.detach()) if mark.stacked else [stack.detach()] * mark.members
-    parameters = [nn.Parameter(row, requires_grad=stack.requires_grad) for row in rows]
-    for parameter in parameters:
-        keep_marks(parameter, stack)
-    return mark.name, parameters
-
-
-def _options(name: str, answers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the options of a stack from those of its members. Raises FusionError."""
-    for member, answer in enumerate(answers):
-        if answer is not None and not isinstance(answer, Mapping):
-            raise FusionError(
-                f"the rule returned {type(answer).__name__} for {name!r} of member {member}: it must return the "
-                'options of a param group, such as {"weight_decay": 0.0}, or None'
-            )
-        if (answer is None) != (answers[0] is None) or set(answer or ()) != set(answers[0] or ()):
-            raise FusionError(
-                f"the rule returned {answer!r} for {name!r} of member {member} and {answers[0]!r} for that of member "
-                "0: an array has one stack of it, so give the same options for all members; their numbers may differ"
-            )
-    options = [answer for answer in answers if answer is not None]
-    return {key: _joined(f"{key!r} of {name!r}", [answer[key] for answer in options]) for key in options[0]}
 
 
 def _joined(label: str, values: Sequence[Any]) -> Any:
@@ -231,27 +199,25 @@ def _joined(label: str, values: Sequence[Any]) -> Any:
     raise FusionError(f"{label} differs between the members, {list(values)}: only numbers may differ within an array")
 
 
-def split_by_stack_dims(groups: Sequence[ParamGroup]) -> str:
-    """Return why the param groups look as if a rule had asked the dims of stacks; empty if they do not.
+def check_groups(optimizer: Optimizer) -> None:
+    """Warn if the param groups look as if a rule for one model had chosen them by the dims of stacks.
 
     So does ``p.dim() >= 2``, for decay: all stacks but those of single numbers have two dims, so that biases are in the
     group of matrices, and the group of the others is empty or holds single numbers only.
     """
+    groups = optimizer.param_groups
     stacked = [[p for p in group["params"] if has_rows(p)] for group in groups]
-    for index, (few, stacks) in enumerate(zip(groups, stacked, strict=True)):
-        if any(p.dim() > 1 for p in stacks) or len(stacks) < len(few["params"]):
+    options = [str({k: plain(v) for k, v in g.items() if k not in ("params", "param_names")}) for g in groups]
+    for index, stacks in enumerate(stacked):
+        if any(p.dim() > 1 for p in stacks) or len(stacks) < len(groups[index]["params"]):
             continue
-        for other, rest in zip(groups, stacked, strict=True):
+        for rest, other in zip(stacked, options, strict=True):
             dims = {p.dim() for p in rest}
-            if other is few or not dims or min(dims) != 2 or max(dims) == 2 or _text(few) == _text(other):
-                continue
-            reason = "is empty" if not stacks else "holds only parameters that are single numbers in a member"
-            return (
-                f"param group {index} {reason}, and vectors and matrices are together in another group: a rule such as "
-                "p.dim() >= 2 was asked of stacks [B, *shape], which have one dim more than a member's parameter"
-            )
-    return ""
-
-
-def _text(group: ParamGroup) -> str:
-    return str({key: plain(value) for key, value in group.items() if key not in ("params", "param_names")})
+            if dims and min(dims) == 2 < max(dims) and other != options[index]:
+                reason = "is empty" if not stacks else "holds only parameters that are single numbers in a member"
+                _warn_once(
+                    f"{type(optimizer).__name__}: param group {index} {reason}, and vectors and matrices are together "
+                    "in another group: a rule such as p.dim() >= 2 was asked of stacks [B, *shape], which have one dim "
+                    "more than a member's parameter; let hf.optim.groups(fused, rule) ask the members' own"
+                )
+                return

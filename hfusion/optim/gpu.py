@@ -83,16 +83,11 @@ class TritonStepper(Stepper):
         self._device, self._dtype = first.device, first.dtype
         self._members = len(first)
         self._counts = tensors.numbers.get("step", [])
-        sizes = [real_view(param).numel() // self._members for param in stacks[0]]
-        self._sizes = sent(torch.tensor(sizes, device="cpu"), self._device)
-        lanes = WIDTH // self._dtype.itemsize
-        self._launches = [
-            (width, sent(program_spots(sizes, indices, self._members, kernels.BLOCK), self._device))
-            for width, indices in by_width(sizes, lanes).items()
-        ]
+        sizes = tuple(real_view(param).numel() // self._members for param in stacks[0])
+        self._tables = tables_of(self._device, self._members, sizes, self._dtype)
         self._constants = {"dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
         # Addresses are sent once and kept, because torch often reuses freed memory.
-        self._at = lru_cache(_MAX_ADDRESS_SETS)(partial(_addresses_on, self._device))
+        self._at = lru_cache(_MAX_ADDRESS_SETS)(partial(addresses_on, self._device))
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
@@ -138,11 +133,11 @@ class TritonStepper(Stepper):
                     ROWS=self._rows,
                     enable_fp_fusion=False,
                 )
-            for lanes, spots in self._launches:
+            for lanes, spots in self._tables.spots.items():
                 self._kernel[(len(spots),)](
                     spots,
-                    self._sizes,
-                    len(self._sizes),
+                    self._tables.sizes,
+                    len(self._tables.sizes),
                     self._members,
                     self._params.tensor,
                     grad_addresses.tensor,
@@ -154,35 +149,51 @@ class TritonStepper(Stepper):
         return grad_addresses, self._params
 
 
-class _Addresses(NamedTuple):
+class Addresses(NamedTuple):
     """Addresses of tensors, on the device; ``wide``: whether all are multiples of `WIDTH`."""
 
     tensor: Tensor
     wide: bool
 
 
-def _addresses_on(device: torch.device, addresses: tuple[int, ...]) -> _Addresses:
+def addresses_on(device: torch.device, addresses: tuple[int, ...]) -> Addresses:
+    """Return addresses on the device."""
     tensor = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
-    return _Addresses(tensor, not any(address % WIDTH for address in addresses))
+    return Addresses(tensor, not any(address % WIDTH for address in addresses))
 
 
-def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
-    """Group the indices of non-empty tensors by the number of elements that a thread moves at once."""
-    indices: dict[int, list[int]] = {}
+class Tables(NamedTuple):
+    """Tensors of certain sizes, wherever they lie, as the kernels take them, see `triton_kernels`.
+
+    ``programs``: the number of all blocks of all rows. ``spots``: by the elements that a thread moves at once.
+    """
+
+    sizes: Tensor
+    firsts: Tensor
+    programs: int
+    spots: Mapping[int, Tensor]
+
+
+def tables_of(device: torch.device, members: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tables:
+    """Return the tables of tensors with these elements of a member."""
+    tables = cached_tables(device, members, sizes, WIDTH // dtype.itemsize, library().BLOCK)
+    for table in (tables.sizes, tables.firsts, *tables.spots.values()):
+        # Another stream may have made it.
+        backend(device).share(table)
+    return tables
+
+
+@lru_cache(maxsize=16)
+def cached_tables(device: torch.device, members: int, sizes: tuple[int, ...], lanes: int, block: int) -> Tables:
+    """Return the tables, which any stream may read. ``lanes``: the most elements that a thread moves at once."""
+    host = torch.device("cpu")
+    counts = torch.tensor([members * -(-size // block) for size in sizes], device=host)
+    spots: dict[int, list[Tensor]] = {}
     for index, size in enumerate(sizes):
         if size:
-            indices.setdefault(1 if size % lanes else lanes, []).append(index)
-    return indices
-
-
-def program_spots(sizes: Sequence[int], indices: Sequence[int], members: int, block: int) -> Tensor:
-    """Return tensor, member and block of each program for the tensors ``indices``: int32 ``[programs, 3]``."""
-    pieces = [
-        torch.cartesian_prod(
-            torch.tensor([index], device="cpu"),
-            torch.arange(members, device="cpu"),
-            torch.arange(-(-sizes[index] // block), device="cpu"),
-        )
-        for index in indices
-    ]
-    return torch.cat(pieces).to(torch.int32)
+            blocks = torch.arange(-(-size // block), device=host)
+            rows = torch.cartesian_prod(torch.tensor([index], device=host), torch.arange(members, device=host), blocks)
+            spots.setdefault(1 if size % lanes else lanes, []).append(rows.to(torch.int32))
+    by_width = {width: torch.cat(pieces).to(device) for width, pieces in spots.items()}
+    firsts = (counts.cumsum(0) - counts).to(device)
+    return Tables(torch.tensor(sizes, device=host).to(device), firsts, int(counts.sum()), by_width)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import namedtuple
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -136,22 +137,19 @@ class Hyper:
 
         ``rows``: the members with these values; by default all.
         """
+        fits = partial(operator.gt if self.below else operator.ge, self.high)
         # sum() is not finite if any value is not, also where a NaN hides from min() and max().
-        if min(values) >= self.low and self._fits_above(max(values)) and math.isfinite(sum(values)):
+        if min(values) >= self.low and fits(max(values)) and math.isfinite(sum(values)):
             return
-        for member, value in zip(rows or range(len(values)), values, strict=True):
-            if not (math.isfinite(value) and value >= self.low and self._fits_above(value)):
-                raise ValueError(f"{self.label} of member {member} is {value}: it must be {self._range()}")
-
-    def _fits_above(self, value: float) -> bool:
-        return value < self.high if self.below else value <= self.high
-
-    def _range(self) -> str:
         if math.isinf(self.low):
-            return "finite"
-        if math.isinf(self.high):
-            return f"finite and at least {self.low:g}"
-        return f"at least {self.low:g} and {'below' if self.below else 'at most'} {self.high:g}"
+            allowed = "finite"
+        elif math.isinf(self.high):
+            allowed = f"finite and at least {self.low:g}"
+        else:
+            allowed = f"at least {self.low:g} and {'below' if self.below else 'at most'} {self.high:g}"
+        for member, value in zip(rows or range(len(values)), values, strict=True):
+            if not (math.isfinite(value) and value >= self.low and fits(value)):
+                raise ValueError(f"{self.label} of member {member} is {value}: it must be {allowed}")
 
 
 def read(
@@ -161,28 +159,22 @@ def read(
 
     Raises ValueError for values that are not one number, or one per member. :meth:`Hyper.check` checks the range.
     """
+    vectors = []
     with DisableTorchFunctionSubclass():
-        vectors = [_vector(group, hyper, members) for hyper in hypers]
+        for hyper in hypers:
+            value = hyper.get(group)
+            # The cheapest formulation, since every step whose hyper-parameters have changed calls this.
+            if not (
+                type(value) is MemberVector
+                and value.dim() == 1
+                and len(value) == members
+                and value.dtype is torch.float64
+                and value.is_cpu
+            ):
+                value = member_vector(hyper.label, value, members)
+                hyper.put(group, value)
+            vectors.append(value)
         return vectors, [vector.tolist() for vector in vectors]
-
-
-def _vector(group: MutableMapping[str, Any], hyper: Hyper, members: int) -> MemberVector:
-    value = hyper.get(group)
-    if not _is_vector(value, members):
-        value = member_vector(hyper.label, value, members)
-        hyper.put(group, value)
-    return value  # type: ignore[no-any-return]
-
-
-def _is_vector(value: object, members: int) -> bool:
-    # The cheapest formulation, since every step calls this.
-    return (
-        type(value) is MemberVector
-        and value.dim() == 1
-        and len(value) == members
-        and value.dtype is torch.float64
-        and value.is_cpu
-    )
 
 
 def copy_vectors(group: MutableMapping[str, Any]) -> None:

@@ -116,7 +116,7 @@ class NativeStepper(Stepper):
             *(_address(functions.row), _address(functions.fill), *map(_start, tables)),
         )
         self._argument = ctypes.addressof(self._step)
-        self._run, self._prepare = _function("run"), _function("prepare")
+        self._run, self._prepare = _function("run", 2), _function("prepare", 1)
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         step = self._step
@@ -139,7 +139,7 @@ class NativeStepper(Stepper):
             return None
         step.shares = shares
         self._prepare(self._argument)
-        team.run(_address(_function("run_share")), self._argument, shares)
+        team.run(_address(_function("run_share", 4)), self._argument, shares)
         return None
 
 
@@ -154,39 +154,28 @@ class FiniteCheck:
         CPU and of one dtype (float32 or float64).
         """
         if len(tensors) != self._count or not self._guards.check(*tensors):
-            if not _is_readable(tensors):
+            dtype = tensors[0].dtype
+            # The memory of a subclass is not where its data_ptr says.
+            plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors)
+            if not plain or dtype not in native.TYPES or isinstance(library(), str):
+                return None
+            if not all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
                 return None
             self._count, self._guards = len(tensors), tensor_guards(tensors)
             self._sizes = array("q", list(map(Tensor.numel, tensors)))
-            self._kernel = _function(f"finite_{native.TYPES[tensors[0].dtype]}")
+            self._kernel = _function(f"finite_{native.TYPES[dtype]}", 3)
         # Named, so that it lives as long as the call.
         addresses = _addresses(tensors)
         return bool(self._kernel(self._count, _start(self._sizes), _start(addresses)))
 
 
-def _is_readable(tensors: Sequence[Tensor]) -> bool:
-    dtype = tensors[0].dtype
-    if dtype not in native.TYPES or isinstance(library(), str):
-        return False
-    # The memory of a subclass is not where its data_ptr says.
-    plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors)
-    return plain and all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
-
-
-_ARGUMENTS = {
-    "finite": [_INTEGER, *[_POINTER] * 2],
-    "run": [_POINTER, _INTEGER],
-    "prepare": [_POINTER],
-    "run_share": [_POINTER, _INTEGER, _POINTER, _INTEGER],
-}
-
-
 @cache
-def _function(name: str) -> Callable[..., int]:
+def _function(name: str, arguments: int) -> Callable[..., int]:
+    """Return a function of the kernels, all of whose arguments are integers or addresses."""
     kernels = library()
     assert not isinstance(kernels, str), kernels
     function: Any = kernels[name]
-    function.argtypes = _ARGUMENTS.get(name) or _ARGUMENTS["finite"]
+    function.argtypes = [_INTEGER] * arguments
     return function  # type: ignore[no-any-return]
 
 

@@ -38,7 +38,7 @@ def forget() -> None:
     sys.modules.pop("hfusion.optim.triton_kernels", None)
     gpu._loaded.cache_clear()
     gpu.generated.cache_clear()
-    clip._tables.cache_clear()
+    gpu.cached_tables.cache_clear()
 
 
 def _rounding(cast: Any) -> Any:
