@@ -52,16 +52,12 @@ def generated(source: str) -> Mapping[str, Any]:
     return namespace
 
 
-def plan(tensors: StepTensors) -> TritonStepper | None:
-    """Return the steps of these tensors by kernels.
-
-    None without Triton, for other dtypes, and for formulas that are not elementwise operators of numbers.
-    """
+def plan(program: kernel_source.KernelProgram, tensors: StepTensors) -> TritonStepper | None:
+    """Return the steps of these tensors by kernels; None without Triton, and for other dtypes."""
     kernels = library()
     if isinstance(kernels, str) or real_view(tensors.stacks[0][0]).dtype not in kernels.DTYPES:
         return None
-    program = kernel_source.program(tensors.formula, tensors.options, tuple(tensors.names))
-    return None if isinstance(program, str) else TritonStepper(program, tensors)
+    return TritonStepper(program, tensors)
 
 
 class TritonStepper(Stepper):

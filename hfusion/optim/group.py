@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from hfusion.device.backend import backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula
 from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
+from hfusion.optim.kernel_source import KernelProgram, program
 from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
 from hfusion.torch_private.dispatch_modes import FakeTensor
 from hfusion.torch_private.export_state import TensorGuards, tensor_guards
@@ -25,7 +27,7 @@ State: TypeAlias = dict[str, Tensor]
 _GRAD = attrgetter("grad")
 
 # Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
-KERNELS: Mapping[str, Callable[[StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
+KERNELS: Mapping[str, Callable[[KernelProgram, StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
 # Formulas round these only once, after the update.
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -84,7 +86,8 @@ def _stepper(tensors: StepTensors) -> Stepper:
     """Return the fastest stepper that computes the same as each member's own optimizer would."""
     first = tensors.stacks[0][0]
     if all(tensor.is_contiguous() for stack in tensors.stacks for tensor in stack) and backend(first.device).fuses:
-        stepper = KERNELS.get(first.device.type, gpu.plan)(tensors)
+        kernels = program(tensors.formula, tensors.options, tuple(tensors.names))
+        stepper = None if kernels is None else KERNELS.get(first.device.type, gpu.plan)(kernels, tensors)
         if stepper is not None:
             return stepper
     if first.dtype in _HALVES and tensors.formula.torch_class is not None:
@@ -99,12 +102,24 @@ def groups_of(
 
     Valid while all tensors keep their addresses. The arguments are as those of `Group`. Raises FusionError.
     """
-    _own_numbers(formula.numbers, state)
+    # Kernels advance numbers of their own on the CPU.
+    addresses: set[int] = set()
+    for entry, name in itertools.product(state, formula.numbers):
+        value = entry[name]
+        if isinstance(value, Tensor) and not value.is_meta:
+            number = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
+            entry[name] = number.clone() if number.data_ptr() in addresses else number
+            addresses.add(entry[name].data_ptr())
     alike: dict[object, list[int]] = {}
     for index, param in enumerate(params):
         param_mark, dtype = membership_of(param), state_dtype(param, settings.masters)
         check_memory(param, f"parameter {param_mark.name!r}")
-        check_rows(param, param_mark)
+        if param_mark.stacked and param.shape[:1] != (param_mark.members,):
+            raise FusionError(
+                f"parameter {param_mark.name!r} has shape {list(param.shape)} in an array of {param_mark.members} "
+                f"members: it was replaced through .data; a stack has {param_mark.members} rows, and keep, append and "
+                "put of the fused module change their number"
+            )
         if state:
             stacks = [*settings.names, MASTER_STACK] if dtype != param.dtype else settings.names
             check_state(param, param_mark, state[index], dict.fromkeys(stacks, dtype), formula.numbers)
@@ -128,40 +143,20 @@ def membership_of(param: Tensor, index: int = 0) -> Membership:
 
 def common_members(params: Sequence[Tensor]) -> int:
     """Return the number of members of the array that all ``params`` belong to. Raises ValueError if they differ."""
-    members = None
-    for index, param in enumerate(params):
-        mark = membership_of(param, index)
-        if members is None:
-            members = mark.members
-        elif members != mark.members:
-            raise ValueError(
-                f"parameter {index} ({mark.name!r}) belongs to an array of {mark.members} members, those "
-                f"before it to one of {members}: take each array by itself"
-            )
-    if members is None:
+    marks = [membership_of(param, index) for index, param in enumerate(params)]
+    if not marks:
         raise ValueError(
             "a param group is empty: leave it out; if a rule such as p.dim() >= 2 chose the groups, it was asked of "
             "stacks [B, *shape], which have one dim more than a member's parameter: let hf.optim.groups(fused, rule) "
             "ask the members' own"
         )
-    return members
-
-
-def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
-    """Copy the numbers of every entry to the CPU, contiguous; ``step`` as float32."""
-    addresses: set[int] = set()
-    for entry in state:
-        for name in names:
-            value = entry[name]
-            if not isinstance(value, Tensor) or value.is_meta:
-                continue
-            dtype = torch.float32 if name == "step" else value.dtype
-            number = value.detach().to("cpu", dtype).contiguous()
-            if number.data_ptr() in addresses:
-                number = number.clone()
-            addresses.add(number.data_ptr())
-            if number.data_ptr() != value.data_ptr():
-                entry[name] = number
+    for index, mark in enumerate(marks):
+        if mark.members != marks[0].members:
+            raise ValueError(
+                f"parameter {index} ({mark.name!r}) belongs to an array of {mark.members} members, those "
+                f"before it to one of {marks[0].members}: take each array by itself"
+            )
+    return marks[0].members
 
 
 def same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
@@ -193,16 +188,6 @@ def check_memory(tensor: Tensor, label: str) -> None:
     else:
         remedy = "use torch.optim, or convert it to an ordinary torch.Tensor before the optimizer is made"
     raise FusionError(f"{label} must be an ordinary tensor in memory to be updated by hf.optim, got {kind}: {remedy}")
-
-
-def check_rows(param: Tensor, mark: Membership) -> None:
-    """Raise a FusionError unless a stack has a row for each member."""
-    if mark.stacked and param.shape[:1] != (mark.members,):
-        raise FusionError(
-            f"parameter {mark.name!r} has shape {list(param.shape)} in an array of {mark.members} members: it was "
-            f"replaced through .data; a stack has {mark.members} rows, and keep, append and put of the fused module "
-            "change their number"
-        )
 
 
 def check_state(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import fx
 
@@ -35,11 +35,10 @@ _ALIASES = {"truediv": "div", "to": "cast_like", "double": "to_double"}
 # Their results have no more bits than their operands.
 _EXACT = ("neg", "abs", "sign", "maximum", "minimum", "where")
 _DIVIDING = ("div", "addcdiv", "rsqrt", "reciprocal")
-_OPERATORS = Path(__file__).with_name("operators.h")
+_OPERATORS = Path(__file__).with_name("operators.h").read_text()
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One operator of a formula. ``stacked``: it computes elements of stacks, not a number of each member."""
 
     name: str
@@ -48,12 +47,12 @@ class Operation:
     stacked: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelProgram:
     """What a formula computes for param groups with certain options and state.
 
     Attributes:
-        formula: the name of its class.
+        formula: its class.
         hypers: the names of the hyper-parameters, in the order of their columns.
         states: the names of the stacks in the state.
         before: the operations that compute scalars.
@@ -61,10 +60,9 @@ class KernelProgram:
         new_numbers: numbers other than ``step`` after the step, by name.
         update: the operations of the update.
         results: the new parameter and the new stacks.
-        rounds: whether half precision is rounded after each operation, or only when it is stored.
     """
 
-    formula: str
+    formula: type[Formula]
     hypers: tuple[str, ...]
     states: tuple[str, ...]
     before: Sequence[Operation]
@@ -72,7 +70,6 @@ class KernelProgram:
     new_numbers: Mapping[str, Operand]
     update: Sequence[Operation]
     results: Sequence[Operand]
-    rounds: bool
 
     def flushes(self, eps: float) -> bool:
         """Return whether 0 may be taken for denormal numbers, if the least ``eps`` of a member is this."""
@@ -82,38 +79,40 @@ class KernelProgram:
         return not compared and (eps >= 1e-12 or not stacked & set(_DIVIDING))
 
 
-def program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram | str:
-    """Return what ``formula`` computes for tensors with these ``states``, or why there are no kernels for it."""
+def program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram | None:
+    """Return what ``formula`` computes for tensors with these ``states``; None if there are no kernels for it."""
     try:
-        return _program(formula, options, states)  # type: ignore[arg-type]
+        return _program(formula, options, states) if formula.elementwise else None  # type: ignore[arg-type]
     # A formula is user code, and may do anything with the symbols of a trace.
-    except Exception as error:
-        return f"{formula.__name__} cannot be traced: {type(error).__name__}: {error}"
+    except Exception:
+        return None
 
 
 @lru_cache(maxsize=256)
 def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram:
-    if not formula.elementwise:
-        raise ValueError("its elements depend on each other")
     hypers, numbers = tuple(hyper.field for hyper in formula.hypers), tuple(formula.numbers)
     trace = _FormulaTrace("b")
     h = named("Values", hypers)._make(trace.symbol(f"h_{name}") for name in hypers)
     n = SimpleNamespace(**{name: trace.symbol(f"n_{name}") for name in numbers})
     scalars = {name: trace.operand(value) for name, value in formula.scalars(h, options, n).items()}
-    before = trace.operations()
+    before = trace.operations(())
 
     trace = _FormulaTrace("v")
     # A number that is the same for all members is no scalar.
     s = {name: trace.symbol(f"s_{name}") if isinstance(value, str) else value for name, value in scalars.items()}
-    param, grad, *stacks = (trace.symbol(f"x_{name}", stacked=True) for name in ("param", "grad", *states))
+    names = [f"x_{name}" for name in ("param", "grad", *states)]
+    param, grad, *stacks = map(trace.symbol, names)
     state = dict(zip(states, stacks, strict=True))
     new_param, new_state = formula.update(param, grad, state, SimpleNamespace(**s), options)
     if new_state.keys() != state.keys():
         raise ValueError(f"update returned the state {sorted(new_state)}, not {sorted(state)}")
-    update, results = trace.operations(), [trace.operand(value) for value in (new_param, *map(new_state.get, states))]
+    update, results = (
+        trace.operations(names),
+        [trace.operand(value) for value in (new_param, *map(new_state.get, states))],
+    )
     read = {*results, *(operand for operation in update for operand in operation.operands)}
     return KernelProgram(
-        formula.__name__,
+        formula,
         hypers,
         states,
         before,
@@ -121,7 +120,6 @@ def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) 
         {name: scalars[name] for name in numbers if name != "step"},
         update,
         results,
-        formula.torch_class is not None,
     )
 
 
@@ -129,15 +127,11 @@ class _FormulaTrace:
     """The operators that a function applies to symbols. ``prefix``: of the names of their results."""
 
     def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._tracer = fx.Tracer()
+        self._prefix, self._tracer = prefix, fx.Tracer()
         self._tracer.graph = fx.Graph()
-        self._stacked: set[str] = set()
 
-    def symbol(self, name: str, stacked: bool = False) -> Any:
+    def symbol(self, name: str) -> Any:
         """Return a new symbol."""
-        if stacked:
-            self._stacked.add(name)
         return self._tracer.create_proxy("placeholder", name, (), {})
 
     def operand(self, value: Any) -> Operand:
@@ -149,10 +143,13 @@ class _FormulaTrace:
             return float(node)
         raise TypeError(f"{value!r} is no number")
 
-    def operations(self) -> list[Operation]:
-        """Return the operations in their order. Raises ValueError for others than `_COUNTS` has."""
+    def operations(self, stacks: Iterable[str]) -> list[Operation]:
+        """Return the operations in their order. Raises ValueError for others than `_COUNTS` has.
+
+        ``stacks``: the symbols that are stacks, whose elements are computed.
+        """
         operations: list[Operation] = []
-        stacked = set(self._stacked)
+        stacked = set(stacks)
         for node in self._tracer.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -187,14 +184,16 @@ def _texts(
             yield operation, f"{operation.operator}({', '.join(operands)}{more})"
 
 
-def c_source(program: KernelProgram, real: str, kinds: Mapping[str, str]) -> str:
+@lru_cache(maxsize=256)
+def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
     """Return the functions ``fill`` and ``row`` of ``kernels.c`` for a program, in C.
 
     Args:
         program: what they compute.
         real: the type of parameters, "float" or "double".
-        kinds: the types of the numbers in the state, by name; empty if there is no state.
+        kinds: the types of the numbers in the state; empty if there is no state.
     """
+    numbers = dict(zip(program.formula.numbers, kinds, strict=False))
 
     def scalar(operand: Operand) -> str:
         return operand if isinstance(operand, str) else repr(operand).replace("inf", "INFINITY").replace("nan", "NAN")
@@ -218,11 +217,11 @@ def c_source(program: KernelProgram, real: str, kinds: Mapping[str, str]) -> str
     elements = {*(f"x_{name}" for name in stacks), *(operation.name for operation in by_element)}
     results = dict(zip(("param", *program.states), program.results, strict=True))
     fill = [
-        *(f"{kind} *at_{name} = counts[{index}];" for index, (name, kind) in enumerate(kinds.items())),
+        *(f"{kind} *at_{name} = counts[{index}];" for index, (name, kind) in enumerate(numbers.items())),
         "for (int64_t b = 0; b < members; b++) {",
         *(f"const double h_{name} = columns[{index} * stride + b];" for index, name in enumerate(program.hypers)),
-        f"const double n_step = {'at_step[b] += advance[b]' if kinds else 0};",
-        *(f"const {kinds[name]} n_{name} = at_{name}[b];" for name in program.new_numbers),
+        f"const double n_step = {'at_step[b] += advance[b]' if numbers else 0};",
+        *(f"const {numbers[name]} n_{name} = at_{name}[b];" for name in program.new_numbers),
         *lines(program.before, scalar),
         f"{real} *s = ({real} *)records + b * {len(program.scalars)};",
         *(f"s[{index}] = {scalar(operand)};" for index, operand in enumerate(program.scalars.values())),
@@ -242,7 +241,7 @@ def c_source(program: KernelProgram, real: str, kinds: Mapping[str, str]) -> str
     ]
     return "\n".join(
         [
-            _OPERATORS.read_text(),
+            _OPERATORS,
             "void fill(int64_t members, int64_t stride, const double *columns, const float *advance,",
             "          void *const *counts, void *records) {",
             *fill,
@@ -263,7 +262,7 @@ def triton_source(program: KernelProgram) -> str:
     def assigned(operations: Iterable[Operation], dtype: str) -> list[str]:
         lines = []
         for operation, value in _texts(operations, text, f", {dtype}"):
-            rounds = program.rounds and operation.stacked and operation.operator not in _EXACT
+            rounds = program.formula.torch_class is not None and operation.stacked and operation.operator not in _EXACT
             lines.append(f"{operation.name} = {f'rounded({value}, {dtype})' if rounds else value}")
         return lines
 

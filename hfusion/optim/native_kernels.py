@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from hfusion.device import native
 from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import active_team
 from hfusion.optim import kernel_source
-from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import Options, Settings
+from hfusion.optim.hyper import Settings
 from hfusion.optim.torch_steppers import Stepper, StepTensors
 from hfusion.torch_private.export_state import tensor_guards
 
@@ -44,32 +43,17 @@ def start_compiling() -> None:
     native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
-def plan(tensors: StepTensors) -> NativeStepper | None:
-    """Return the steps of these tensors by kernels.
-
-    None without a compiler, for half precision, and for formulas that are not elementwise operators of numbers.
-    """
-    first, names, numbers = real_view(tensors.stacks[0][0]), tensors.names, tensors.numbers
-    if first.dtype not in native.TYPES or len(names) + 2 > _MAX_LISTS or len(numbers) > _MAX_NUMBERS:
+def plan(program: kernel_source.KernelProgram, tensors: StepTensors) -> NativeStepper | None:
+    """Return the steps of these tensors by kernels; None without a compiler, and for half precision."""
+    first, numbers = real_view(tensors.stacks[0][0]), tensors.numbers
+    if first.dtype not in native.TYPES or len(tensors.stacks) > _MAX_LISTS - 1 or len(numbers) > _MAX_NUMBERS:
         return None
     if isinstance(library(), str):
         return None
-    kinds = tuple((name, native.TYPES[values[0].dtype]) for name, values in numbers.items())
-    found = _kernels(tensors.formula, tensors.options, tuple(names), native.TYPES[first.dtype], kinds)  # type: ignore[arg-type]
-    return None if found is None else NativeStepper(*found, tensors)
-
-
-@lru_cache(maxsize=256)
-def _kernels(
-    formula: type[Formula], options: Options, names: tuple[str, ...], real: str, kinds: tuple[tuple[str, str], ...]
-) -> tuple[kernel_source.KernelProgram, ctypes.CDLL] | None:
-    """Return what a step computes, and the library that was compiled from it; None if there are no kernels."""
-    program = kernel_source.program(formula, options, names)
-    if isinstance(program, str):
-        return None
-    text = kernel_source.c_source(program, real, dict(kinds))
-    functions = native.library(SOURCE.with_name(f"{program.formula.lower()}.c"), text)
-    return None if isinstance(functions, str) else (program, functions)
+    kinds = tuple(native.TYPES[values[0].dtype] for values in numbers.values())
+    text = kernel_source.c_source(program, native.TYPES[first.dtype], kinds)
+    functions = native.library(SOURCE.with_name(f"{program.formula.__name__.lower()}.c"), text)
+    return None if isinstance(functions, str) else NativeStepper(program, functions, tensors)
 
 
 class _NativeStep(ctypes.Structure):

@@ -211,7 +211,7 @@ def row_norms(
         total = tl.where((value > total) | (value != value), value, total) if ORDER == 0 else total + value
     norm = _joined(total, ORDER)
     if ORDER == 2:
-        norm = tl.sqrt(norm) if partials.dtype.element_ty == tl.float64 else tl.sqrt_rn(norm)
+        norm = sqrt(norm, partials.dtype.element_ty)
     tl.store(norms + tensor * members + member, norm.to(dtype))
 
 
@@ -222,9 +222,7 @@ def scale_rows(
 ):  # fmt: skip
     """Multiply every row by its member's factor, which is rounded to ``dtype`` before, as torch's clipping does."""
     tensor, member, offsets, mask = spot(spots, sizes, BLOCK, LANES)
-    factor = tl.load(factors + member).to(dtype)
-    if dtype.primitive_bitwidth == 16:
-        factor = factor.to(tl.float32)
+    factor = rounded(tl.load(factors + member).to(dtype), dtype)
     value = loaded(address(grads, tensor, offsets, dtype, LANES), mask, dtype) * factor
     tl.store(address(grads, tensor, offsets, dtype, LANES), value, mask)
 
