@@ -9,38 +9,37 @@ of less than 32 bits, torch's own class runs on the members' rows (``torch_stepp
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import starmap
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import mark, member_rows, membership
 from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
-from hfusion.device.backend import Recorder, Recordings, backend, sent
+from hfusion.device.backend import sent
 from hfusion.optim import coupling, native_kernels
 from hfusion.optim.clip import overflowing
 from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import (
-    Group,
+    PreparedUpdate,
+    RecordedUpdates,
     State,
+    Work,
     check_memory,
     check_padding,
     common_members,
-    groups_of,
     membership_of,
-    same_objects,
+    numbers_shape,
 )
 from hfusion.optim.hyper import (
     MASTER_STACK,
@@ -54,10 +53,8 @@ from hfusion.optim.hyper import (
     read,
     state_dtype,
 )
-from hfusion.optim.optimizer_rows import complete_state, group_table, put, rearrange, saved_entries, width
+from hfusion.optim.optimizer_rows import begin_rows, group_table, rearrange, width
 from hfusion.torch_private.autograd_engine import is_profiling
-from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
-from hfusion.torch_private.export_state import tensor_guards
 from hfusion.torch_private.module_hooks import spare_dynamo
 
 
@@ -247,7 +244,7 @@ class FusedOptimizer(Formula, Optimizer):
             settings = self._settings(group)
             for param in group["params"]:
                 if settings.stateful and param.requires_grad:
-                    self._state(param, settings)
+                    self._state(param, group, settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Same as torch, with hyper-parameters as float64 tensors ``[B]``, which ``weights_only`` accepts."""
@@ -262,10 +259,29 @@ class FusedOptimizer(Formula, Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do the same as in torch, but copy the state. Raises CheckpointError for a state of another array."""
-        entries = saved_entries(self, state_dict)
+        try:
+            state, groups = state_dict["state"], state_dict["param_groups"]
+            for group, saved in zip(self.param_groups, groups, strict=False):
+                self._settings({**saved, "params": group["params"]})
+            keys = [key for group in groups for key in group["params"]]
+            if unknown := state.keys() - keys:
+                raise ValueError(f"it has a parameter {min(unknown)!r} that is in none of its param groups")
+            entries = [(k, param, dict(state[k])) for k, param in zip(keys, self._params(), strict=False) if k in state]
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            name = type(self).__name__
+            raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
+        for key, param, entry in entries:
+            for name, value in entry.items():
+                shape = numbers_shape(membership_of(param)) if name in self.numbers else list(param.shape)
+                if not isinstance(value, Tensor) or list(value.shape) != shape:
+                    actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                    raise CheckpointError(
+                        f"the state {name!r} of parameter {key} has {actual}, this optimizer needs a tensor of shape "
+                        f"{shape}: load the state of an array with the same members"
+                    )
         super().load_state_dict(dict(state_dict))
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
-        for param, saved in entries:
+        for _, param, saved in entries:
             loaded = self.state[param]
             for name, value in saved.items():
                 stack = value.to(param.device) if MASTER_STACK in saved else loaded[name]
@@ -386,12 +402,29 @@ class FusedOptimizer(Formula, Optimizer):
                     tables[f"state/{param_mark.name}"] = MemberTable(members, rows)
         return tables
 
+    @torch.no_grad()
     def put(self, rows: Sequence[int], tables: Mapping[str, MemberTable]) -> None:
         """Give members ``rows`` the state and hyper-parameters of the first rows of ``tables``, from `tables`.
 
         State that ``tables`` lack begins anew.
         """
-        put(self, rows, tables)
+        members = width(self)
+        for number, group in enumerate(self.param_groups):
+            if (vectors := tables.get(f"param group {number}")) is not None:
+                group_table(self, group, members).put(rows, vectors)
+            for param in group["params"]:
+                param_mark = membership_of(param)
+                entry, part = self.state.get(param, {}), tables.get(f"state/{param_mark.name}", MemberTable(0))
+                if part.columns.keys() - entry.keys():
+                    entry = self._state(param, group, self._settings(group))
+                    for name in part.columns.keys() - entry.keys():
+                        # The present settings do not use it, as if a momentum was set to 0 later.
+                        entry[name] = torch.zeros_like(param, dtype=part[name].dtype)
+                if param_mark.is_own:
+                    if lacking := entry.keys() - part.columns.keys():
+                        begin_rows(self, group, param, lacking, rows)
+                    own = {name: member_rows(entry[name], param_mark) for name in part.columns}
+                    MemberTable(members, own).put(rows, part)
 
     def forget(self) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses."""
@@ -451,8 +484,25 @@ class FusedOptimizer(Formula, Optimizer):
         options: Options = named("Options", names)._make(values)
         return options
 
-    def _state(self, param: Tensor, settings: Settings) -> State:
-        return complete_state(param, self.state[param], settings, type(self))
+    def _state(self, param: Tensor, group: ParamGroup, settings: Settings) -> State:
+        """Add what a step needs and the state of a parameter lacks, at its initial values; return the state."""
+        state: State = self.state[param]
+        dtype = state_dtype(param, settings.masters)
+        if dtype != param.dtype and MASTER_STACK not in state:
+            state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
+        if state.keys() >= {*self.numbers, *settings.names}:
+            return state
+        param_mark, wide = membership_of(param), torch.get_default_dtype() == torch.float64
+        for name, first in self.numbers.items():
+            # The dtypes in which torch's optimizers keep scalar state.
+            kind = torch.float64 if wide and name != "step" else torch.float32
+            state.setdefault(name, torch.full(numbers_shape(param_mark), first, dtype=kind, device="cpu"))
+        lacking = [name for name in settings.names if name not in state]
+        for name in lacking:
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        if self.begin is not Formula.begin:
+            begin_rows(self, group, param, lacking, range(len(member_rows(param, param_mark))))
+        return state
 
 
 def _observed(optimizer: Optimizer) -> bool:
@@ -489,166 +539,3 @@ def restore_skipped(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Iter
     yield
     for stack, rows, values in saved:
         stack[rows] = values
-
-
-# Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
-
-# How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
-STEADY = 3
-# Largest number of different sets of gradient addresses that are counted.
-MAX_ADDRESS_COUNTS = 64
-
-
-class RecordedUpdates:
-    """The steps of one optimizer. ``record``: records launches; a string says why none are, empty on the host."""
-
-    def __init__(self, record: Recorder | str) -> None:
-        self._record = record
-        self._address_counts = Counter[Hashable]()
-        # Each replays recorded launches; beside it the objects that must stay alive for it.
-        self._recorded = Recordings[tuple[Callable[[], object], object]](record if isinstance(record, str) else "")
-        self._unrecordable = ""
-
-    @property
-    def how(self) -> str:
-        """Description of how a step is launched, with the reason if its launches are not recorded; empty on a CPU."""
-        if why := self._recorded.why or self._unrecordable:
-            return f"launched one by one: {why}"
-        if isinstance(self._record, str):
-            return ""
-        if self._recorded:
-            return "recorded and replayed as one"
-        return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
-
-    def step(self, work: Work) -> None:
-        """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
-        record = self._record
-        if not isinstance(record, str) and record.recording:
-            raise FusionError(
-                "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
-                "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
-                "replay, which records its own launches; or use hf.train_step, which records both"
-            )
-        for settings, group, grads in work:
-            # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
-            torch.autograd.graph.increment_version(group.written)
-            group.stepper.ready(grads, settings)
-
-        def launch() -> object:
-            return [group.stepper.launch(grads) for _, group, grads in work]
-
-        (launch if isinstance(record, str) else self._recorded_launch(record, work, launch))()
-
-    def _recorded_launch(self, record: Recorder, work: Work, launch: Callable[[], object]) -> Callable[[], object]:
-        """Return what replays the launches of ``work``, or ``launch`` where they are not recorded."""
-        self._unrecordable = next((why for _, group, _ in work if (why := group.stepper.unrecordable)), "")
-        if self._unrecordable or not work or self._recorded.why:
-            return launch
-        key = tuple(
-            (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
-        )
-        recorded = self._recorded.get(key)
-        if recorded is None:
-            if len(self._address_counts) == MAX_ADDRESS_COUNTS:
-                self._address_counts.clear()
-            self._address_counts[key] += 1
-            if self._address_counts[key] >= STEADY and not self._recorded.full:
-                # Recording does not run the launches; the replay does.
-                recorded = self._recorded.add(key, lambda: record(launch))
-        return launch if recorded is None else recorded[0]
-
-    def forget(self) -> None:
-        """Discard recordings and counts of addresses, which are no longer valid."""
-        self._address_counts.clear()
-        self._recorded.forget()
-
-
-# What a step works on, and a cheap check that nothing of it has changed since the last step but numbers.
-
-Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
-"""The groups of a step, each with the settings of its param group and its gradients."""
-
-
-class PreparedUpdate:
-    """The settings of all param groups of an optimizer, and its parameters that have gradients, in groups.
-
-    Valid while the same parameters have gradients, and they and their state are tensors of the same kinds at the same
-    addresses. Values of hyper-parameters may change. Everything in a step that may fail is done here.
-    """
-
-    def __init__(self, optimizer: FusedOptimizer) -> None:
-        keys = dict.fromkeys([*(hyper.key for hyper in optimizer.hypers), *optimizer.options, MASTER_WEIGHTS])
-        # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
-        self._read = itemgetter(next(iter(keys)), *keys)
-        self._settings = [optimizer._settings(group) for group in optimizer.param_groups]
-        # Each with the index of its param group.
-        self.groups: list[tuple[int, Group]] = []
-        self._idle: list[Tensor] = []
-        tensors: list[Tensor] = []
-        for number, (group, settings) in enumerate(zip(optimizer.param_groups, self._settings, strict=True)):
-            active = [param for param in group["params"] if param.grad is not None]
-            self._idle += [param for param in group["params"] if param.grad is None]
-            states = [optimizer._state(param, settings) for param in active] if settings.stateful else []
-            self.groups += [(number, part) for part in groups_of(type(optimizer), active, states, settings)]
-            # The views in the groups keep their memory alive: an address cannot come back with other contents.
-            tensors += [*active, *(tensor for entry in states for tensor in entry.values())]
-        if optimizer._recording is None and tensors:
-            optimizer._recording = RecordedUpdates(backend(tensors[0].device).recorder())
-        self._objects = self._dependencies(optimizer)
-        self._note_values(optimizer)
-        with DisableTorchFunctionSubclass():
-            self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-            self._addresses = list(map(Tensor.data_ptr, self._tensors))
-            self._kinds = tensor_guards(self._tensors)
-
-    def work(self, optimizer: FusedOptimizer) -> Work | None:
-        """Return the groups with their gradients, or None if this step must be prepared again."""
-        if not same_objects(self._dependencies(optimizer), self._objects):
-            return None
-        if self._idle and any(param.grad is not None for param in self._idle):
-            return None
-        with DisableTorchFunctionSubclass():
-            if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._tensors):
-                return None
-            unchanged = self._steady and same_objects(self._values(optimizer), self._read_values)
-            if not (unchanged and self._vector_contents() == self._contents):
-                for index, group in enumerate(optimizer.param_groups):
-                    before, settings = self._settings[index], optimizer._settings(group)
-                    if (settings.names, settings.options) != (before.names, before.options):
-                        return None
-                    self._settings[index] = settings
-                self._note_values(optimizer)
-        work: Work = []
-        for number, part in self.groups:
-            if (grads := part.gradients()) is None:
-                return None
-            work.append((self._settings[number], part, grads))
-        return work
-
-    def _note_values(self, optimizer: FusedOptimizer) -> None:
-        """Note from which objects the settings were read, and what these held."""
-        self._read_values = self._values(optimizer)
-        # A list can be changed in place, which a comparison by identity would miss.
-        self._steady = not any(isinstance(value, list) for value in self._read_values)
-        self._vectors = [vector for settings in self._settings for vector in settings.vectors]
-        with DisableTorchFunctionSubclass():
-            self._arrays = [vector.numpy() for vector in self._vectors]
-            self._contents = self._vector_contents()
-
-    def _vector_contents(self) -> list[int | bytes]:
-        """Return where the hyper-parameters lie, and their bytes, which also what numpy has written is in."""
-        return [*map(Tensor.data_ptr, self._vectors), *(array.tobytes() for array in self._arrays)]
-
-    def _values(self, optimizer: FusedOptimizer) -> list[object]:
-        """Return the values of hyper-parameters and options. A pair is one: it can only be replaced."""
-        return [value for group in optimizer.param_groups for value in self._read(group)]
-
-    def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
-        """Return every other object that a step depends on."""
-        state, groups = optimizer.state, optimizer.param_groups
-        objects: list[object] = [*state, *state.values(), *groups]
-        for entry in state.values():
-            objects += entry.values()
-        for group in groups:
-            objects += group["params"]
-        return objects

@@ -1,11 +1,12 @@
-"""Parameters that are stepped together, and the data kept for them between steps."""
+"""Parameters that are stepped together, the data kept for them between steps, and a step of all of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_
-from typing import TypeAlias
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter, is_, itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,14 +14,17 @@ from torch import Tensor
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, membership
 from hfusion.core.memory import has_address, is_plain
-from hfusion.device.backend import backend
+from hfusion.device.backend import Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, Settings, state_dtype
 from hfusion.optim.kernel_source import KernelProgram, program
 from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
-from hfusion.torch_private.dispatch_modes import FakeTensor
+from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass, FakeTensor
 from hfusion.torch_private.export_state import TensorGuards, tensor_guards
+
+if TYPE_CHECKING:
+    from hfusion.optim.base import FusedOptimizer
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -164,6 +168,11 @@ def same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
 
 
+def numbers_shape(mark: Membership) -> list[int]:
+    """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
+    return [mark.members] if mark.stacked else []
+
+
 # Checks of the properties that kernels assume of the tensors whose memory they read and write.
 
 _NUMBERS = {"step": "step counts"}
@@ -211,14 +220,14 @@ def check_state(
                 "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
                 "by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
             )
-    expected_shape = (mark.members,) if mark.stacked else ()
+    expected_shape = numbers_shape(mark)
     for name in numbers:
         value = entry[name]
-        if not isinstance(value, Tensor) or tuple(value.shape) != expected_shape or value.is_meta:
+        if not isinstance(value, Tensor) or list(value.shape) != expected_shape or value.is_meta:
             actual = _text(value) if isinstance(value, Tensor) else repr(value)
             raise FusionError(
                 f"the {_NUMBERS.get(name, f'state {name!r}')} of parameter {mark.name!r} are {actual}; they must be "
-                f"numbers of shape {list(expected_shape)}"
+                f"numbers of shape {expected_shape}"
             )
 
 
@@ -256,3 +265,166 @@ def check_padding(mark: Membership, formula: Formula) -> None:
             f"of {type(formula).__name__} depends on a matrix as a whole; give it to another optimizer, such as "
             "hf.optim.AdamW"
         )
+
+
+# Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
+
+# How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
+STEADY = 3
+# Largest number of different sets of gradient addresses that are counted.
+MAX_ADDRESS_COUNTS = 64
+
+
+class RecordedUpdates:
+    """The steps of one optimizer. ``record``: records launches; a string says why none are, empty on the host."""
+
+    def __init__(self, record: Recorder | str) -> None:
+        self._record = record
+        self._address_counts = Counter[Hashable]()
+        # Each replays recorded launches; beside it the objects that must stay alive for it.
+        self._recorded = Recordings[tuple[Callable[[], object], object]](record if isinstance(record, str) else "")
+        self._unrecordable = ""
+
+    @property
+    def how(self) -> str:
+        """Description of how a step is launched, with the reason if its launches are not recorded; empty on a CPU."""
+        if why := self._recorded.why or self._unrecordable:
+            return f"launched one by one: {why}"
+        if isinstance(self._record, str):
+            return ""
+        if self._recorded:
+            return "recorded and replayed as one"
+        return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
+
+    def step(self, work: Work) -> None:
+        """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
+        record = self._record
+        if not isinstance(record, str) and record.recording:
+            raise FusionError(
+                "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
+                "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
+                "replay, which records its own launches; or use hf.train_step, which records both"
+            )
+        for settings, group, grads in work:
+            # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
+            torch.autograd.graph.increment_version(group.written)
+            group.stepper.ready(grads, settings)
+
+        def launch() -> object:
+            return [group.stepper.launch(grads) for _, group, grads in work]
+
+        (launch if isinstance(record, str) else self._recorded_launch(record, work, launch))()
+
+    def _recorded_launch(self, record: Recorder, work: Work, launch: Callable[[], object]) -> Callable[[], object]:
+        """Return what replays the launches of ``work``, or ``launch`` where they are not recorded."""
+        self._unrecordable = next((why for _, group, _ in work if (why := group.stepper.unrecordable)), "")
+        if self._unrecordable or not work or self._recorded.why:
+            return launch
+        key = tuple(
+            (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
+        )
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            if len(self._address_counts) == MAX_ADDRESS_COUNTS:
+                self._address_counts.clear()
+            self._address_counts[key] += 1
+            if self._address_counts[key] >= STEADY and not self._recorded.full:
+                # Recording does not run the launches; the replay does.
+                recorded = self._recorded.add(key, lambda: record(launch))
+        return launch if recorded is None else recorded[0]
+
+    def forget(self) -> None:
+        """Discard recordings and counts of addresses, which are no longer valid."""
+        self._address_counts.clear()
+        self._recorded.forget()
+
+
+# What a step works on, and a cheap check that nothing of it has changed since the last step but numbers.
+
+Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
+"""The groups of a step, each with the settings of its param group and its gradients."""
+
+
+class PreparedUpdate:
+    """The settings of all param groups of an optimizer, and its parameters that have gradients, in groups.
+
+    Valid while the same parameters have gradients, and they and their state are tensors of the same kinds at the same
+    addresses. Values of hyper-parameters may change. Everything in a step that may fail is done here.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        keys = dict.fromkeys([*(hyper.key for hyper in optimizer.hypers), *optimizer.options, MASTER_WEIGHTS])
+        # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
+        self._read = itemgetter(next(iter(keys)), *keys)
+        self._settings = [optimizer._settings(group) for group in optimizer.param_groups]
+        # Each with the index of its param group.
+        self.groups: list[tuple[int, Group]] = []
+        self._idle: list[Tensor] = []
+        tensors: list[Tensor] = []
+        for number, (group, settings) in enumerate(zip(optimizer.param_groups, self._settings, strict=True)):
+            active = [param for param in group["params"] if param.grad is not None]
+            self._idle += [param for param in group["params"] if param.grad is None]
+            states = [optimizer._state(param, group, settings) for param in active] if settings.stateful else []
+            self.groups += [(number, part) for part in groups_of(type(optimizer), active, states, settings)]
+            # The views in the groups keep their memory alive: an address cannot come back with other contents.
+            tensors += [*active, *(tensor for entry in states for tensor in entry.values())]
+        if optimizer._recording is None and tensors:
+            optimizer._recording = RecordedUpdates(backend(tensors[0].device).recorder())
+        self._objects = self._dependencies(optimizer)
+        self._note_values(optimizer)
+        with DisableTorchFunctionSubclass():
+            self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+            self._addresses = list(map(Tensor.data_ptr, self._tensors))
+            self._kinds = tensor_guards(self._tensors)
+
+    def work(self, optimizer: FusedOptimizer) -> Work | None:
+        """Return the groups with their gradients, or None if this step must be prepared again."""
+        if not same_objects(self._dependencies(optimizer), self._objects):
+            return None
+        if self._idle and any(param.grad is not None for param in self._idle):
+            return None
+        with DisableTorchFunctionSubclass():
+            if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._tensors):
+                return None
+            unchanged = self._steady and same_objects(self._values(optimizer), self._read_values)
+            if not (unchanged and self._vector_contents() == self._contents):
+                for index, group in enumerate(optimizer.param_groups):
+                    before, settings = self._settings[index], optimizer._settings(group)
+                    if (settings.names, settings.options) != (before.names, before.options):
+                        return None
+                    self._settings[index] = settings
+                self._note_values(optimizer)
+        work: Work = []
+        for number, part in self.groups:
+            if (grads := part.gradients()) is None:
+                return None
+            work.append((self._settings[number], part, grads))
+        return work
+
+    def _note_values(self, optimizer: FusedOptimizer) -> None:
+        """Note from which objects the settings were read, and what these held."""
+        self._read_values = self._values(optimizer)
+        # A list can be changed in place, which a comparison by identity would miss.
+        self._steady = not any(isinstance(value, list) for value in self._read_values)
+        self._vectors = [vector for settings in self._settings for vector in settings.vectors]
+        with DisableTorchFunctionSubclass():
+            self._arrays = [vector.numpy() for vector in self._vectors]
+            self._contents = self._vector_contents()
+
+    def _vector_contents(self) -> list[int | bytes]:
+        """Return where the hyper-parameters lie, and their bytes, which also what numpy has written is in."""
+        return [*map(Tensor.data_ptr, self._vectors), *(array.tobytes() for array in self._arrays)]
+
+    def _values(self, optimizer: FusedOptimizer) -> list[object]:
+        """Return the values of hyper-parameters and options. A pair is one: it can only be replaced."""
+        return [value for group in optimizer.param_groups for value in self._read(group)]
+
+    def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
+        """Return every other object that a step depends on."""
+        state, groups = optimizer.state, optimizer.param_groups
+        objects: list[object] = [*state, *state.values(), *groups]
+        for entry in state.values():
+            objects += entry.values()
+        for group in groups:
+            objects += group["params"]
+        return objects

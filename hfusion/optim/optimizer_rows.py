@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hfusion.core.errors import CheckpointError, FusionError
+from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import Membership, member_rows
+from hfusion.core.membership import member_rows
 from hfusion.core.memory import real_view
 from hfusion.optim import coupling
 from hfusion.optim.formula import Formula
-from hfusion.optim.group import State, membership_of, same_objects
+from hfusion.optim.group import membership_of, same_objects
 from hfusion.optim.hyper import (
-    MASTER_STACK,
     MemberVector,
     ParamGroup,
-    Settings,
     copy_vectors,
     member_vector,
     named,
     plain,
     read,
-    state_dtype,
 )
 
 if TYPE_CHECKING:
@@ -65,27 +62,6 @@ def group_table(optimizer: Any, group: ParamGroup, members: int) -> MemberTable:
     keys = group.keys() - {"params", *(hyper.key for hyper in optimizer.hypers)}
     kept = {key: group[key] for key in keys if isinstance(group[key], Tensor) and group[key].shape == (members,)}
     return MemberTable(members, {**columns, **kept})
-
-
-@torch.no_grad()
-def put(optimizer: FusedOptimizer, rows: Sequence[int], tables: Mapping[str, MemberTable]) -> None:
-    """Give members ``rows`` the first rows of ``tables``, see `FusedOptimizer.put`."""
-    members = width(optimizer)
-    for number, group in enumerate(optimizer.param_groups):
-        if (vectors := tables.get(f"param group {number}")) is not None:
-            group_table(optimizer, group, members).put(rows, vectors)
-        for param in group["params"]:
-            mark = membership_of(param)
-            entry, part = optimizer.state.get(param, {}), tables.get(f"state/{mark.name}", MemberTable(0))
-            if part.columns.keys() - entry.keys():
-                entry = optimizer._state(param, optimizer._settings(group))
-                for name in part.columns.keys() - entry.keys():
-                    # The present settings do not use it, as if a momentum was set to 0 later.
-                    entry[name] = torch.zeros_like(param, dtype=part[name].dtype)
-            if mark.is_own:
-                if lacking := entry.keys() - part.columns.keys():
-                    _begin_rows(type(optimizer), param, entry, lacking, _begins(optimizer, group, rows))
-                MemberTable(members, {name: member_rows(entry[name], mark) for name in part.columns}).put(rows, part)
 
 
 def width(optimizer: Any) -> int:
@@ -129,13 +105,12 @@ def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *
                 hyper.put(group, table[hyper.label].as_subclass(MemberVector))
             for key in table.columns.keys() - labels:
                 group[key] = table[key].as_subclass(type(group[key]))
-        begins = _begins(optimizer, group, fresh)
         for param in group["params"]:
             entry, mark = optimizer.state.get(param, {}), membership_of(param)
             if mark.stacked and entry:
                 MemberTable(before, entry).arrange(places)
             if mark.is_own and fresh:
-                _begin_rows(type(optimizer), param, entry, entry, begins)
+                begin_rows(optimizer, group, param, entry, fresh)
     if len(sources) != before:
         optimizer.forget()
 
@@ -192,88 +167,18 @@ def _read_new_hypers(
     return new_values
 
 
-def _begins(optimizer: Any, group: ParamGroup, rows: Iterable[int]) -> dict[int, Mapping[str, float]]:
-    """Return `Formula.begin` of the members in ``rows``."""
-    _, columns = read(group, optimizer.hypers, width(optimizer))
-    values = named("Values", tuple(hyper.field for hyper in optimizer.hypers))
-    options = optimizer._options(group)
-    return {row: optimizer.begin(values._make(column[row] for column in columns), options) for row in rows}
-
-
-# The state of one parameter: the shape and dtype of its numbers, how a stack begins, and the state of each member.
-
-
-def saved_entries(optimizer: Any, state_dict: Any) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
-    """Return each parameter for which a state dict has state, with that state.
-
-    Raises CheckpointError if it is not a state dict of such an optimizer.
-    """
-    try:
-        state, groups = state_dict["state"], state_dict["param_groups"]
-        for group, saved in zip(optimizer.param_groups, groups, strict=False):
-            optimizer._settings({**saved, "params": group["params"]})
-        keys = [key for group in groups for key in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if unknown := state.keys() - keys:
-            raise ValueError(f"it has a parameter {min(unknown)!r} that is in none of its param groups")
-        entries = [(key, param, dict(state[key])) for key, param in zip(keys, params, strict=False) if key in state]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        name = type(optimizer).__name__
-        raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
-    for key, param, entry in entries:
-        for name, value in entry.items():
-            expected_shape = numbers_shape(membership_of(param)) if name in optimizer.numbers else list(param.shape)
-            if not isinstance(value, Tensor) or list(value.shape) != expected_shape:
-                actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                raise CheckpointError(
-                    f"the state {name!r} of parameter {key} has {actual}, this optimizer needs a tensor of shape "
-                    f"{expected_shape}: load the state of an array with the same members"
-                )
-    return [(param, entry) for _, param, entry in entries]
-
-
-def complete_state(param: Tensor, state: State, settings: Settings, formula: type[Formula]) -> State:
-    """Add what a step needs and ``state`` of a parameter lacks, at its initial values; return ``state``."""
-    dtype = state_dtype(param, settings.masters)
-    if dtype != param.dtype and MASTER_STACK not in state:
-        state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
-    if state.keys() >= {*formula.numbers, *settings.names}:
-        return state
-    mark, wide = membership_of(param), torch.get_default_dtype() == torch.float64
-    for name, first in formula.numbers.items():
-        # The dtypes in which torch's optimizers keep scalar state.
-        kind = torch.float64 if wide and name != "step" else torch.float32
-        state.setdefault(name, torch.full(numbers_shape(mark), first, dtype=kind, device="cpu"))
-    begins = [formula.begin(values, settings.options) for values in settings.members]
-    for name in settings.names:
-        if name not in state:
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            if any(begin.get(name) for begin in begins):
-                rows = range(len(member_rows(param, mark)))
-                _begin_rows(formula, param, state, [name], dict(zip(rows, begins, strict=False)))
-    return state
-
-
-def _begin_rows(
-    formula: type[Formula],
-    param: Tensor,
-    state: State,
-    names: Iterable[str],
-    begins: Mapping[int, Mapping[str, float]],
+def begin_rows(
+    optimizer: FusedOptimizer, group: ParamGroup, param: Tensor, names: Iterable[str], rows: Sequence[int]
 ) -> None:
-    """Set rows of the entries ``names`` of a parameter's state to what they are before the first step.
-
-    ``begins``: for each row the values of stacks that do not begin with 0, also as the imaginary part.
-    """
+    """Set ``rows`` of the entries ``names`` of a parameter's state to what they are before the first step."""
+    _, columns = read(group, optimizer.hypers, width(optimizer))
+    values, options = named("Values", tuple(hyper.field for hyper in optimizer.hypers)), optimizer._options(group)
+    begins = [optimizer.begin(values._make(column[row] for column in columns), options) for row in rows]
     for name in names:
-        stack = member_rows(real_view(state[name]), membership_of(param))
-        for row, begin in begins.items():
-            stack[row] = formula.numbers[name] if name in formula.numbers else begin.get(name, 0.0)
-
-
-def numbers_shape(mark: Membership) -> list[int]:
-    """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
-    return [mark.members] if mark.stacked else []
+        # Values of a complex stack are those of the imaginary part, too.
+        stack = member_rows(real_view(optimizer.state[param][name]), membership_of(param))
+        for row, begin in zip(rows, begins, strict=True):
+            stack[row] = optimizer.numbers[name] if name in optimizer.numbers else begin.get(name, 0.0)
 
 
 # An optimizer of some members of an array: gather their rows of state and hyper-parameters, and write state back.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import hfusion as hf
-from hfusion.optim import base
+from hfusion.optim import group
 from tests.optim.arrays import CASES, Array, Per, alone_class, for_array, for_member, start
 from tests.optim.interpreted import Closure, forget, interpret
 
@@ -183,8 +183,8 @@ EXACT = {
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps by the Triton kernels, in the interpreter, whose launches are recorded."""
     interpret(monkeypatch)
-    updates = base.RecordedUpdates
-    monkeypatch.setattr(base, "RecordedUpdates", lambda record: updates(Closure()))
+    updates = group.RecordedUpdates
+    monkeypatch.setattr(group, "RecordedUpdates", lambda record: updates(Closure()))
     yield
     forget()
 

@@ -15,7 +15,7 @@ from hfusion.bench import optim_benchmark as bench
 from hfusion.core.membership import Membership, mark
 from hfusion.device import native as machine
 from hfusion.device.team import helped_by, team
-from hfusion.optim import base, group, native_kernels
+from hfusion.optim import group, native_kernels
 from tests.optim.arrays import CASES, Array, for_array, run, start
 from tests.optim.interpreted import Closure, Tape, forget, interpret
 
@@ -145,8 +145,8 @@ def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, An
         patch.setattr(group, "KERNELS", {})
     else:
         interpret(patch)
-    updates = base.RecordedUpdates
-    patch.setattr(base, "RecordedUpdates", lambda record: updates(tape))
+    updates = group.RecordedUpdates
+    patch.setattr(group, "RecordedUpdates", lambda record: updates(tape))
     array = Array(3)
     yield array, *start(name, options, array), tape
     if kind == "triton":
