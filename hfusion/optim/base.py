@@ -36,7 +36,6 @@ from hfusion.optim.group import (
     State,
     Work,
     check_memory,
-    check_padding,
     common_members,
     membership_of,
     numbers_shape,
@@ -119,7 +118,12 @@ class FusedOptimizer(Formula, Optimizer):
                 )
             for param in group["params"]:
                 param_mark = membership_of(param)
-                check_padding(param_mark, self)
+                if param_mark.padded and not self.elementwise:
+                    raise ValueError(
+                        f"parameter {param_mark.name!r} has zeros beside what a member trains, as its rank may be "
+                        f"smaller, and a step of {type(self).__name__} depends on a matrix as a whole; give it to "
+                        "another optimizer, such as hf.optim.AdamW"
+                    )
                 if param.requires_grad:
                     check_memory(param, f"parameter {param_mark.name!r}")
                 self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
@@ -197,16 +201,14 @@ class FusedOptimizer(Formula, Optimizer):
 
         Raises FusionError if the scaler has found a number that is not finite, and all are finite now.
         """
-        active = self._with_gradients()
-        grads = [param.grad for param in active if param.grad is not None]
+        grads = [(param.grad.detach(), membership_of(param)) for param in self._params() if param.grad is not None]
         if (scale := getattr(self, "grad_scale", None)) is not None:
             inverse = scale.double().reciprocal().float()
-            for grad in grads:
-                grad.detach().mul_(inverse.to(grad.device))
+            for grad, _ in grads:
+                grad.mul_(inverse.to(grad.device))
         if not found_inf.item():
             return None
-        stacks = [member_rows(grad, membership_of(param)) for param, grad in zip(active, grads, strict=True)]
-        bad = overflowing(stacks, self.members)
+        bad = overflowing([member_rows(grad, param_mark) for grad, param_mark in grads], self.members)
         if not bad.any():
             raise FusionError(
                 "the GradScaler found gradients that are not finite, and there are none left: they were changed "
@@ -467,7 +469,7 @@ class FusedOptimizer(Formula, Optimizer):
         if not isinstance(options.master_weights, bool):
             raise ValueError(f"{MASTER_WEIGHTS} is {options.master_weights!r}: give True or False")
         settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
-        for param in group["params"] if not settings.alike else ():
+        for param in group["params"] if len(different) > 1 else ():
             param_mark = membership_of(param)
             if not param_mark.is_own and (param.requires_grad or param.grad is not None):
                 hyper, column = next((h, c) for h, c in zip(self.hypers, columns, strict=True) if len(set(c)) > 1)

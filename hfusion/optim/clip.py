@@ -37,9 +37,7 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     members, grads = _gradients(params, norm_type)
-    limits = member_vector("max_norm", max_norm, members).as_subclass(Tensor)
-    if not bool((limits >= 0).all()):
-        raise ValueError(f"max_norm={limits.tolist()}: every value must be at least 0")
+    limits = _limits("max_norm", max_norm, members)
     if not grads:
         return torch.zeros(members, device="cpu")
     return clip_stacks(grads, limits, float(norm_type), error_if_nonfinite)
@@ -80,9 +78,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: HyperVal
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     members, grads = _gradients(params)
-    limits = member_vector("clip_value", clip_value, members).as_subclass(Tensor)
-    if not bool((limits >= 0).all()):
-        raise ValueError(f"clip_value={limits.tolist()}: every value must be at least 0")
+    limits = _limits("clip_value", clip_value, members)
     for grad in grads:
         bound = sent(limits.to(grad.dtype), grad.device).reshape(-1, *[1] * (grad.dim() - 1))
         torch.clamp(grad, -bound, bound, out=grad)
@@ -138,6 +134,14 @@ def scale(grad: Tensor, factors: Tensor) -> None:
     grad.mul_(factors.to(grad).reshape(-1, *[1] * (grad.dim() - 1)))
 
 
+def _limits(name: str, value: HyperValue, members: int) -> Tensor:
+    """Return a limit for each member. Raises ValueError for another number of values, or one that is negative."""
+    limits: Tensor = member_vector(name, value, members).as_subclass(Tensor)
+    if not bool((limits >= 0).all()):
+        raise ValueError(f"{name}={limits.tolist()}: every value must be at least 0")
+    return limits
+
+
 def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[Tensor]]:
     """B and the gradients as ``[B, ...]``."""
     if not params:
@@ -177,39 +181,28 @@ class StackedGradients:
         self._tables = tables_of(self._device, members, sizes, grads[0].dtype)
         self._addresses = addresses_on(self._device, tuple(map(Tensor.data_ptr, grads)))
         kernels = library()
-        self._constants = {
-            "dtype": kernels.DTYPES[grads[0].dtype],
-            "BLOCK": kernels.BLOCK,
-            "enable_fp_fusion": False,
-        }
+        self._constants = {"dtype": kernels.DTYPES[grads[0].dtype], "BLOCK": kernels.BLOCK}
 
     def norms(self, norm_type: float) -> Tensor:
         """Return the norms ``[tensors, members]``, each rounded to the dtype of the gradients."""
-        tables, kernels, dtype = self._tables, library(), self._grads[0].dtype
+        tables, addresses, kernels, dtype = self._tables, self._addresses, library(), self._grads[0].dtype
         norms = torch.empty(len(self._grads), self._members, dtype=dtype, device=self._device)
         arithmetic = torch.promote_types(dtype, torch.float32)
         partials = torch.empty(tables.programs, dtype=arithmetic, device=self._device)
         constants = {"ORDER": ORDERS[norm_type], **self._constants}
-        # Triton launches on the current device.
         with backend(self._device).current():
-            for lanes, spots in self._launches():
-                arguments = (spots, tables.sizes, self._addresses.tensor, tables.firsts, partials)
-                kernels.partial_norms[(len(spots),)](*arguments, LANES=lanes, **constants)
+            tables.launch(kernels.partial_norms, addresses.wide, addresses.tensor, tables.firsts, partials, **constants)
             kernels.row_norms[tuple(norms.shape)](
-                tables.sizes, tables.firsts, partials, norms, self._members, **constants
+                tables.sizes, tables.firsts, partials, norms, self._members, enable_fp_fusion=False, **constants
             )
         return norms
 
     def scale(self, factors: Tensor) -> None:
         """Multiply by ``factors [members]``, rounded to the dtype of the gradients."""
         torch.autograd.graph.increment_version(self._grads)
+        addresses = self._addresses
         with backend(self._device).current():
-            for lanes, spots in self._launches():
-                arguments = (spots, self._tables.sizes, self._addresses.tensor, factors)
-                library().scale_rows[(len(spots),)](*arguments, LANES=lanes, **self._constants)
-
-    def _launches(self) -> list[tuple[int, Tensor]]:
-        return [(lanes if self._addresses.wide else 1, spots) for lanes, spots in self._tables.spots.items()]
+            self._tables.launch(library().scale_rows, addresses.wide, addresses.tensor, factors, **self._constants)
 
 
 def on_accelerator(grads: Sequence[Tensor], members: int) -> list[StackedGradients]:

@@ -483,8 +483,12 @@ class Muon(FusedOptimizer):
         mean = torch.lerp(state["momentum_buffer"], grad, s.fresh)
         step = torch.lerp(grad, mean, s.momentum) if o.nesterov else mean
         step = _orthogonalised(step, s.eps, o.ns_coefficients, o.ns_steps)
-        rate = s.lr * _adjustment(param.shape[-2:], o.adjust_lr_fn)
-        return add(param * s.shrink, step.to(param.dtype), -rate), {"momentum_buffer": mean}
+        # Steps of matrices of all shapes become equally large.
+        rows, columns = param.shape[-2:]
+        adjustment = math.sqrt(max(1.0, rows / columns))
+        if o.adjust_lr_fn == "match_rms_adamw":
+            adjustment = 0.2 * math.sqrt(max(rows, columns))
+        return add(param * s.shrink, step.to(param.dtype), -s.lr * adjustment), {"momentum_buffer": mean}
 
 
 def _orthogonalised(matrices: Tensor, eps: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
@@ -499,9 +503,3 @@ def _orthogonalised(matrices: Tensor, eps: Tensor, coefficients: tuple[float, fl
         gram = iterate @ iterate.mT
         iterate = torch.baddbmm(iterate, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
     return iterate.mT if tall else iterate
-
-
-def _adjustment(shape: torch.Size, how: str | None) -> float:
-    """Return the factor of the learning rate that makes steps of matrices of all shapes equally large."""
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))

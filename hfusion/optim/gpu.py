@@ -93,7 +93,6 @@ class TritonStepper(Stepper):
         self._scalars = DeviceNumbers(self._device, arithmetic)
         self._device_scalars = self._scalars.write(torch.zeros(shape, device="cpu"))
         self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
-        self._rows = kernels.ROWS
         self._params = self._at(tuple(tensor.data_ptr() for stack in stacks for tensor in stack))
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
@@ -121,27 +120,13 @@ class TritonStepper(Stepper):
         # Triton launches on the current device. As in C, every operation rounds.
         with backend(self._device).current():
             if self._prepare is not None:
+                read = (self._device_table, self._device_counts)
                 self._prepare[self._scalars_grid](
-                    self._device_table,
-                    self._device_counts,
-                    self._device_scalars,
-                    self._members,
-                    ROWS=self._rows,
-                    enable_fp_fusion=False,
+                    *read, self._device_scalars, self._members, ROWS=library().ROWS, enable_fp_fusion=False
                 )
-            for lanes, spots in self._tables.spots.items():
-                self._kernel[(len(spots),)](
-                    spots,
-                    self._tables.sizes,
-                    len(self._tables.sizes),
-                    self._members,
-                    self._params.tensor,
-                    grad_addresses.tensor,
-                    self._device_scalars,
-                    **self._constants,
-                    LANES=lanes if self._params.wide and grad_addresses.wide else 1,
-                    enable_fp_fusion=False,
-                )
+            arguments = (self._members, self._params.tensor, grad_addresses.tensor, self._device_scalars)
+            wide, tensors = self._params.wide and grad_addresses.wide, len(self._tables.sizes)
+            self._tables.launch(self._kernel, wide, tensors, *arguments, **self._constants)
         return grad_addresses, self._params
 
 
@@ -168,6 +153,15 @@ class Tables(NamedTuple):
     firsts: Tensor
     programs: int
     spots: Mapping[int, Tensor]
+
+    def launch(self, kernel: Any, wide: bool, *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel for all elements. ``wide``: whether the addresses of all tensors are. Every operation rounds.
+
+        Triton launches on the current device.
+        """
+        for lanes, spots in self.spots.items():
+            launched = kernel[(len(spots),)]
+            launched(spots, self.sizes, *arguments, LANES=lanes if wide else 1, enable_fp_fusion=False, **constants)
 
 
 def tables_of(device: torch.device, members: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tables:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import Membership, membership
+from hfusion.core.membership import Membership, member_rows, membership
 from hfusion.core.memory import has_address, is_plain
 from hfusion.device.backend import Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
@@ -48,13 +48,13 @@ class Group:
 
     def __init__(self, formula: type[Formula], params: list[Tensor], state: list[State], settings: Settings) -> None:
         names, self._params = settings.names, params
-        self._stacked = membership_of(params[0]).stacked
+        self._mark = membership_of(params[0])
         self._dtype = params[0].dtype
         masters = state_dtype(params[0], settings.masters) != self._dtype
         columns = [MASTER_STACK, *names] if masters else names
         tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
-        stacks = [[self._stack(tensor) for tensor in column] for column in tensors]
-        numbers = {name: [self._stack(entry[name]) for entry in state] for name in formula.numbers if state}
+        stacks = [[member_rows(tensor, self._mark) for tensor in column] for column in tensors]
+        numbers = {name: [member_rows(entry[name], self._mark) for entry in state] for name in formula.numbers if state}
         inner = _stepper(StepTensors(formula, settings.options, names, stacks[masters:], numbers))
         self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner) if masters else inner
         # The parameters, as `torch.autograd.graph.increment_version` takes them. Steppers may hold addresses only.
@@ -75,15 +75,12 @@ class Group:
                 check_gradient(param, membership_of(param), grad)
             self._guards = tensor_guards(grads)
         dtype, contiguous = self._dtype, self.stepper.contiguous
-        if not self._stacked:
+        if not self._mark.stacked:
             grads = [grad.unsqueeze(0) for grad in grads]
         if dtype.is_complex:
             grads = [grad.resolve_conj() for grad in grads]
         grads = [grad if grad.dtype is dtype else grad.to(dtype) for grad in grads]
         return [grad.contiguous() for grad in grads] if contiguous else grads
-
-    def _stack(self, tensor: Tensor) -> Tensor:
-        return tensor if self._stacked else tensor.unsqueeze(0)
 
 
 def _stepper(tensors: StepTensors) -> Stepper:
@@ -255,16 +252,6 @@ def _shape_device_layout(tensor: Tensor) -> tuple[torch.Size, torch.device, torc
 def _text(tensor: Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"
-
-
-def check_padding(mark: Membership, formula: Formula) -> None:
-    """Raise ValueError if members may fill only a part of their row, and a step depends on the whole row."""
-    if mark.padded and not formula.elementwise:
-        raise ValueError(
-            f"parameter {mark.name!r} has zeros beside what a member trains, as its rank may be smaller, and a step "
-            f"of {type(formula).__name__} depends on a matrix as a whole; give it to another optimizer, such as "
-            "hf.optim.AdamW"
-        )
 
 
 # Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.

@@ -230,11 +230,6 @@ class Settings:
         return list(dict.fromkeys(name for names in self.buffers for name in names))
 
     @cached_property
-    def alike(self) -> bool:
-        """True if all members have the same values."""
-        return len(set(self.members)) == 1
-
-    @cached_property
     def stateful(self) -> bool:
         """True if some member keeps any state."""
         return self.counted or self.masters or bool(self.names)
@@ -250,10 +245,6 @@ class Settings:
     def table(self) -> Tensor:
         """``columns`` as one float64 tensor ``[hyper, member]``."""
         return torch.tensor(self.columns, dtype=torch.float64, device="cpu")
-
-    def vectors_of(self, members: int) -> Values:
-        """The hyper-parameters by name, each a float64 vector of the first ``members``."""
-        return self.members[0]._make(self.table[:, :members])
 
 
 MASTER_WEIGHTS: Final = "master_weights"

@@ -33,8 +33,8 @@ _COUNTS = {
 """The operators, and how many operands they may have."""
 _ALIASES = {"truediv": "div", "to": "cast_like", "double": "to_double"}
 # Their results have no more bits than their operands.
-_EXACT = ("neg", "abs", "sign", "maximum", "minimum", "where")
-_DIVIDING = ("div", "addcdiv", "rsqrt", "reciprocal")
+_EXACT = ("abs", "sign", "maximum", "minimum", "where")
+_DIVIDING = ("div", "addcdiv", "rsqrt")
 _OPERATORS = Path(__file__).with_name("operators.h").read_text()
 
 
@@ -156,12 +156,17 @@ class _FormulaTrace:
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
             operator = _ALIASES.get(name, name)
             operands = tuple(map(self.operand, (*node.args, *node.kwargs.values())))
-            if operator == "pow" and operands[1:] == (2.0,):
-                operator, operands = "square", operands[:1]
             is_stacked = not stacked.isdisjoint(operands)
             allowed = _COUNTS.get(operator, ())
             if len(operands) not in allowed or not node.kwargs.keys() <= {"alpha", "value", "weight"}:
                 raise ValueError(f"{name} with {len(operands)} operands is not an operator of kernels")
+            # Powers of 2, products and quotients round as these do.
+            if operator == "square" or (operator == "pow" and operands[1] == 2.0):
+                operator, operands = "mul", operands[:1] * 2
+            elif operator == "neg":
+                operator, operands = "mul", (*operands, -1.0)
+            elif operator == "reciprocal":
+                operator, operands = "div", (1.0, *operands)
             if is_stacked and operator in ("pow", "cast_like", "to_double"):
                 raise ValueError(f"kernels have no {name} of elements")
             if operator in ("addcmul", "addcdiv") and len(operands) == 3:

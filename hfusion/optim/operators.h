@@ -4,12 +4,9 @@
 #include <stdint.h>
 #include <tgmath.h>
 
-#define neg(a) (-(a))
 #define abs(a) fabs(a)
 #define sign(a) ((__typeof__(a))(((a) > 0) - ((a) < 0)))
-#define square(a) ((a) * (a))
 #define rsqrt(a) (1 / sqrt(a))
-#define reciprocal(a) (1 / (a))
 #define div(a, b) ((a) / (b))
 /* A NaN on either side stays. */
 #define maximum(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))

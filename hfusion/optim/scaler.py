@@ -167,11 +167,9 @@ class GradScaler:
             grown = values["scale"] * values["growth_factor"]
             raised = torch.where(full & grown.isfinite(), grown, values["scale"])
             scale = torch.where(bad, values["scale"] * values["backoff_factor"], raised)
-            tracker = torch.where(full, 0, tracker)
-            if resting is not None:
-                scale = torch.where(resting, values["scale"], scale)
-                tracker = torch.where(resting, values["tracker"], tracker)
-            values["scale"], values["tracker"] = scale, tracker
+            still = torch.zeros_like(bad) if resting is None else resting
+            values["scale"] = torch.where(still, values["scale"], scale)
+            values["tracker"] = torch.where(still, values["tracker"], torch.where(full, 0, tracker))
         self.forget()
 
     def forget(self) -> None:

@@ -50,7 +50,8 @@ class StepTensors:
             stacked["step"] += settings.advance[:members]
         step = stacked["step"].double() if stacked else torch.zeros(members, dtype=torch.float64, device="cpu")
         n = SimpleNamespace(**{**stacked, "step": step})
-        scalars = self.formula.scalars(settings.vectors_of(members), settings.options, n)
+        hypers = settings.members[0]._make(settings.table[:, :members])
+        scalars = self.formula.scalars(hypers, settings.options, n)
         for name, vectors in self.numbers.items():
             new = stacked[name] if name == "step" else scalars[name]
             torch._foreach_copy_(list(vectors), list(new.unbind()))
@@ -109,7 +110,18 @@ class StackedStepper(Stepper):
     def launch(self, grads: Sequence[Tensor]) -> object:
         for tensors, grad, scalars in zip(self._parameter_tensors, grads, self._scalars, strict=True):
             for *piece, piece_grad in self._pieces((*tensors, real_view(grad))):
-                self._update(piece, piece_grad, scalars)
+                shape = [self._members, *[1] * (piece_grad.dim() - 1)]
+                s = SimpleNamespace(**{name: vector.view(shape) for name, vector in scalars.items()})
+                param, *stacks = old = [tensor.to(self._dtype) for tensor in piece]
+                state = dict(zip(self._step.names, stacks, strict=True))
+                new, new_state = self._step.formula.update(
+                    param, piece_grad.to(self._dtype), state, s, self._step.options
+                )
+                # Cloned, where a stack becomes what another one was.
+                values = [new, *map(new_state.__getitem__, self._step.names)]
+                values = [value.clone() if any(value is tensor for tensor in old) else value for value in values]
+                for tensor, value in zip(piece, values, strict=True):
+                    tensor.copy_(value)
         return self._scalars
 
     def _pieces(self, tensors: tuple[Tensor, ...]) -> Iterator[Sequence[Tensor]]:
@@ -121,18 +133,6 @@ class StackedStepper(Stepper):
         columns = max(1, max(_LEAST_PIECE, count // _PIECES) // self._members)
         rows = [tensor.view(self._members, -1) for tensor in tensors] if count else []
         yield from zip(*(tensor.split(columns, dim=1) for tensor in rows), strict=True)
-
-    def _update(self, tensors: Sequence[Tensor], grad: Tensor, scalars: Mapping[str, Tensor]) -> None:
-        shape = [self._members, *[1] * (grad.dim() - 1)]
-        s = SimpleNamespace(**{name: vector.view(shape) for name, vector in scalars.items()})
-        param, *stacks = old = [tensor.to(self._dtype) for tensor in tensors]
-        state = dict(zip(self._step.names, stacks, strict=True))
-        new, new_state = self._step.formula.update(param, grad.to(self._dtype), state, s, self._step.options)
-        # Cloned, where a stack becomes what another one was.
-        values = [new, *map(new_state.__getitem__, self._step.names)]
-        values = [value.clone() if any(value is tensor for tensor in old) else value for value in values]
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
 
 
 class MemberLoop(Stepper):
@@ -158,8 +158,11 @@ class MemberLoop(Stepper):
         return None
 
     def _update(self, member: int, grads: Sequence[Tensor], settings: Settings) -> None:
+        options: dict[str, Any] = {name: getattr(settings.options, name) for name in self._formula.options}
+        for hyper, value in zip(self._formula.hypers, settings.members[member], strict=True):
+            options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
         # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
-        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, member))
+        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **options)
         early = bool(optimizer.state)
         optimizer.state.clear()
         params, states = [], []
@@ -218,10 +221,3 @@ class MasterStepper(Stepper):
         references = self._inner.launch(self._gradients)
         torch._foreach_copy_(self._params, self._masters)
         return references, self._gradients
-
-
-def _options(formula: type[Formula], settings: Settings, member: int) -> dict[str, Any]:
-    options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
-    for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
-        options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
-    return options

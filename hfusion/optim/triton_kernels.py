@@ -86,11 +86,6 @@ def rounded(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def neg(a, dtype: tl.constexpr):
-    return -a
-
-
-@triton.jit
 def abs(a, dtype: tl.constexpr):
     return tl.abs(a)
 
@@ -101,11 +96,6 @@ def sign(a, dtype: tl.constexpr):
 
 
 @triton.jit
-def square(a, dtype: tl.constexpr):
-    return a * a
-
-
-@triton.jit
 def sqrt(a, dtype: tl.constexpr):
     return tl.sqrt(a) if dtype == tl.float64 else tl.sqrt_rn(a)
 
@@ -113,11 +103,6 @@ def sqrt(a, dtype: tl.constexpr):
 @triton.jit
 def div(a, b, dtype: tl.constexpr):
     return a / b if dtype == tl.float64 else tl.div_rn(a, b)
-
-
-@triton.jit
-def reciprocal(a, dtype: tl.constexpr):
-    return div(1.0, a, dtype)
 
 
 @triton.jit
