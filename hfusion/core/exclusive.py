@@ -32,7 +32,7 @@ class FairLock:
         self._depth += 1
 
     def __exit__(self, *raised: object) -> None:
-        if not self.owned:
+        if self._owner != threading.get_ident():
             # Another thread has taken it away.
             return
         self._depth -= 1

@@ -20,7 +20,7 @@ from hfusion.population.evaluation import check_entries, pair_of
 from hfusion.population.group_options import check_numbers
 from hfusion.population.grouping import part
 from hfusion.population.members import nonfinite
-from hfusion.population.training_group import Deferred, TrainingGroup
+from hfusion.population.training_group import TrainingGroup
 from hfusion.step.memory_budget import state_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def step_groups(
     rows: Sequence[int] | None,
     weights: Any,
     keywords: dict[str, Any],
-    deferred: Deferred | None,
 ) -> Tensor:
     """Train the members of several groups for one step; see `Population.step`."""
     if rows is None:
@@ -65,7 +64,6 @@ def step_groups(
             whole = len(chosen) == len(group.live)
             places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
             x, y, named = arguments_of(group, places)
-            group.deferred = deferred
             try:
                 with draws.of_group(group.key), workers.at_home(group):
                     losses[group.number] = group.step(
@@ -73,8 +71,6 @@ def step_groups(
                     )
             except ForwardsDiffer as error:
                 queue.extendleft(reversed(part(population, group, error, None if whole else chosen)))
-            finally:
-                group.deferred = None
     like = next(iter(losses.values()))
     no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
     # Groups may have parted. The layout is kept, so that members need not come home.
@@ -91,28 +87,31 @@ def _note_memory(population: Population) -> None:
 
 
 @contextmanager
-def one_update(population: Population) -> Iterator[Deferred | None]:
+def one_update(population: Population) -> Iterator[None]:
     """Context manager: the updates of several groups count as one.
 
-    With ``on_nonfinite="raise"`` this yields what the groups defer, and makes these updates at the end. If values of
-    members are not finite, it raises a NonFiniteError before the first, and all are what they were before.
+    With ``on_nonfinite="raise"`` the groups defer their updates, which are made at the end. If values of members are
+    not finite, this raises a NonFiniteError before the first, and all are what they were before.
     """
-    deferred = Deferred() if population._options.on_nonfinite == "raise" else None
+    history = population._history
+    history.deferred = [] if population._options.on_nonfinite == "raise" else None
     try:
-        yield deferred
+        yield
+        ends, history.deferred = history.deferred or [], None
         bad = [
             (group.rows[local] or 0, group.table.tag(local))
-            for group, found, _ in deferred or ()
+            for group, found, _ in ends
             for local in ([] if found is None else found.nonzero().reshape(-1).tolist())
         ]
-        if deferred and bad:
-            for group, _, _ in deferred:
+        if bad:
+            for group, _, _ in ends:
                 group.restore_all()
             raise nonfinite(bad, population.steps)
-        for _, _, end in deferred or ():
+        for _, _, end in ends:
             end()
     finally:
-        population._history.end_step()
+        history.deferred = None
+        history.end_step()
 
 
 def _device(groups: Sequence[TrainingGroup]) -> torch.device:
@@ -125,15 +124,9 @@ def flush(population: Population) -> bool:
 
     Their gradients stay divided by ``accumulate``, as in the last group of an epoch of `hfusion.Task`.
     """
-    flushed = False
-    with population._lock, one_update(population) as deferred:
-        for group in population._groups:
-            group.deferred = deferred
-            try:
-                flushed |= group.flush()
-            finally:
-                group.deferred = None
-    return flushed
+    with population._lock, one_update(population):
+        flushed = [group.flush() for group in population._groups]
+    return any(flushed)
 
 
 def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) -> None:

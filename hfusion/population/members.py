@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from hfusion.optim.group import membership_of
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
+    from hfusion.population.training_group import TrainingGroup
 
 
 class EventKind(StrEnum):
@@ -75,12 +76,16 @@ def no_best(rows: int) -> MemberTable:
 class History:
     """The number of updates of a population, and the events of its members, in order.
 
-    ``updated``: whether a group has made an update in the present step, which is counted at its end.
+    Attributes:
+        updated: whether a group has made an update in the present step, which is counted at its end.
+        deferred: collects the ends of calls if they wait until all groups have gradients: the group, its members whose
+            values are not finite, and the function that makes the update.
     """
 
     step: int = 0
     events: list[Event] = field(default_factory=list)
     updated: bool = False
+    deferred: list[tuple[TrainingGroup, Tensor | None, Callable[[], object]]] | None = None
 
     def end_step(self) -> None:
         """Count the updates of all groups in a step as one."""

@@ -82,10 +82,9 @@ class PlainGroup(TrainingGroup):
     def known_calls(self) -> list[str]:
         return []
 
-    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
         """Compute loss and gradients by autograd. Raises ValueError for a loss that is no number with a gradient."""
         self.settle()
-        self._before = {}
         self._hold(self._buffers)
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
@@ -103,7 +102,7 @@ class PlainGroup(TrainingGroup):
                 if loss.requires_grad:
                     loss.backward()
         losses: Tensor = loss.detach().reshape(1)
-        self._computed(losses)
+        self._finish(losses)
         return losses
 
     def _list_tensors(self) -> None:

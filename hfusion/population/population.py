@@ -422,7 +422,6 @@ class Population:
         for group in self._groups:
             group.drop_gradients()
 
-    @in_turn
     def step(
         self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
     ) -> Tensor:
@@ -441,24 +440,28 @@ class Population:
                 weights are negative, all 0 for a member, or used with a loss without values of samples.
             FusionError: ``rows`` with a hook of all members.
         """
-        for name in [name for name, value in (("rows", rows), ("weights", weights)) if value is not None]:
-            for group in self._groups:
-                check_keyword(group.kind, name)
-        if rows is not None:
-            rows = self._chosen(rows)
-            if not rows:
-                raise ValueError("rows=[] is empty: give the row of at least one member")
-            check_entries((inputs, target, keywords), rows)
-        if weights is not None:
-            weights = rows_of_weights(weights)
-            check_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
-        with one_update(self) as deferred:
+        with self._lock:
+            for name in [name for name, value in (("rows", rows), ("weights", weights)) if value is not None]:
+                for group in self._groups:
+                    check_keyword(group.kind, name)
+            if rows is not None:
+                rows = self._chosen(rows)
+                if not rows:
+                    raise ValueError("rows=[] is empty: give the row of at least one member")
+                check_entries((inputs, target, keywords), rows)
+            if weights is not None:
+                weights = rows_of_weights(weights)
+                check_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
             if not self._parted:
+                (group,) = self._held_groups
                 try:
-                    return self._groups[0].step(inputs, target, rows, weights, keywords)
+                    return group.step(inputs, target, rows, weights, keywords)
                 except ForwardsDiffer as error:
-                    part(self, self._groups[0], error, rows)
-            return step_groups(self, inputs, target, rows, weights, keywords, deferred)
+                    part(self, group, error, rows)
+                finally:
+                    self._history.end_step()
+            with one_update(self):
+                return step_groups(self, inputs, target, rows, weights, keywords)
 
     @in_turn
     def start(

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,6 @@ from hfusion.population.members import EventKind, GroupTable, History, key_of, n
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
 
-Deferred = list[tuple["TrainingGroup", Tensor | None, Callable[[], object]]]
-
 # Number of elements up to which one thread checks as fast as several.
 _ONE_THREAD = 1 << 20
 
@@ -58,15 +56,12 @@ class TrainingGroup:
         number: the number of this group in its population, never used again.
         why: why it is a group of its own.
         elsewhere: bytes that the state of other groups takes.
-        deferred: collects the ends of calls if they wait until all groups have gradients: the group, its members whose
-            values are not finite, and the function that makes the update.
     """
 
     number = 0
     why = ""
     elsewhere = 0
     is_plain = False
-    deferred: Deferred | None = None
     _weighs_samples = False
     # Whether a member accumulates the gradients of several calls, as of this step.
     _sums = False
@@ -111,7 +106,7 @@ class TrainingGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "deferred"}
+        dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "_written"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "known": self.known_calls}
 
@@ -123,7 +118,8 @@ class TrainingGroup:
         """Create the step. ``expected_calls``: calls for which an earlier step had programs."""
         self._finite = FiniteCheck()
         self._shared_parameters = [p for p in self.parameters() if not is_per_member(p)]
-        self._chosen: ChosenRows | None = None
+        # A small group for some of the members, with its array and optimizer.
+        self._chosen: tuple[TrainingGroup, GatheredRows, GatheredState] | None = None
         # By key, what forward may write to, as it was before the present call.
         self._before: dict[str, Tensor] = {}
         self._make_step(expected_calls)
@@ -133,17 +129,20 @@ class TrainingGroup:
         self._step = train_step(
             self.fused, self._weighted_loss(), self.optimizer, compile=options.compile, memory=options.memory
         )
-        self._step.update = self._computed
+        self._step.update = self._finish
         self._step.at_once = self._widths.at_once(len(self))
         self._step.expected_calls |= set(expected_calls)
         this = weakref.ref(self)
 
         def hold_written(program: Any) -> None:
             if (group := this()) is not None:
+                group._written |= program.written
                 group._hold(program.written)
 
-        # Called with programs that a step creates, before they run.
+        # Called with new programs, before they run.
         self.fused._on_program = hold_written
+        # The keys of what forward writes to in the programs so far.
+        self._written = written_keys(self.fused)
 
     @property
     def known_calls(self) -> list[str]:
@@ -267,39 +266,42 @@ class TrainingGroup:
 
         ``weights``: None, or what `hfusion.population.loss_weights.rows_of_weights` returns.
         """
+        columns = self.table.columns
+        if rows is not None and rows != list(range(self.table.rows)):
+            return self._step_some(rows, (inputs, target, weights, keywords))
         if weights is not None or self._weighs_samples:
             if not self._weighs_samples:
                 sample_weighted(self.options.loss)
                 self._weighs_samples = True
             target = weigh_samples(target, weights, device_of(self.fused))
-        if rows is None or rows == list(range(len(self))):
-            return self._step_all(inputs, target, keywords)
-        return self._step_some(rows, (inputs, target, keywords))
-
-    def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        table = self.table
-        check_own(self._shared_parameters)
-        self._sums = bool((table["accumulate"] > 1).any())
+        if self._shared_parameters:
+            check_own(self._shared_parameters)
+        self._sums = bool((columns["accumulate"] > 1).any())
         if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
             self._make_step(())
         if self._made_for[0]:
-            weights = table["accumulate"].double().reciprocal()
-            weights = weights if self.scaler is None else self.scaler.scale(weights)
-            target = weighed(target, weights, device_of(self.fused))
-        losses, alive = self._call(inputs, target, keywords), table["alive"]
-        return losses if bool(alive.all()) else losses.masked_fill(~alive.to(losses.device), math.nan)
+            shares = columns["accumulate"].double().reciprocal()
+            shares = shares if self.scaler is None else self.scaler.scale(shares)
+            target = weighed(target, shares, device_of(self.fused))
+        self._before = {}
+        if bool(columns["alive"].all()):
+            return self._call(inputs, target, keywords, ())
+        losses = self._call(inputs, target, keywords, self.table.free)
+        return losses.masked_fill(~columns["alive"].to(losses.device), math.nan)
 
-    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        """Compute losses and gradients, and call `_computed`. Returns losses ``[rows of the group]``."""
-        if len(self.fused) != len(self):
+    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
+        """Compute losses and gradients, and call `_finish`. Returns losses ``[rows of the group]``.
+
+        ``free``: the rows without a member, which need not be computed.
+        """
+        step, rows = self._step, self.table.rows
+        if len(self.fused) != rows:
             raise ValueError(
-                f"the array has {len(self.fused)} members and the population {len(self)} rows: let members join by "
+                f"the array has {len(self.fused)} members and the population {rows} rows: let members join by "
                 "pop.start and leave by pop.stop and pop.compact, which move all that belongs to them"
             )
-        self._before = {}
-        self._hold([*(name for name, _ in self.fused.named_buffers()), *written_keys(self.fused)])
-        step = self._step
-        step.keys, step.idle = self.table["key"], frozenset(self.table.free)
+        self._hold([*(name for name, _ in self.fused.named_buffers()), *self._written])
+        step.keys, step.idle = self.table.columns["key"], frozenset(free)
         if step.budget is not None:
             summed = sum(p.nbytes for p in self.parameters() if p.requires_grad)
             step.budget.held = self.elsewhere + (summed if self._sums else 0)
@@ -307,8 +309,8 @@ class TrainingGroup:
 
     def _hold(self, names: Iterable[str]) -> None:
         """Keep the present values of tensors that forward may write to, to restore those of members that are frozen."""
-        if self.options.on_nonfinite != "ignore":
-            missing = [name for name in names if name not in self._before]
+        missing = [name for name in names if name not in self._before]
+        if missing and self.options.on_nonfinite != "ignore":
             self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
 
     @torch.no_grad()
@@ -320,51 +322,47 @@ class TrainingGroup:
 
     def restore_all(self) -> None:
         """Undo a call whose update was not made, or has failed."""
-        self.restore(~self._none())
+        self.restore(torch.ones(len(self), dtype=torch.bool, device="cpu"))
         if self.scaler is not None:
             self.scaler.forget()
 
-    def _computed(self, losses: Tensor) -> None:
-        """Handle the gradients of a call; make the update if it is the last call of one."""
-        table = self.table
-        if not self._sums:
-            self._finish(losses, None, table["done"], {})
-            return
-        done = (table["done"] + 1).masked_fill(~table["alive"] | table["frozen"], 0)
-        due = done == table["accumulate"]
-        self._finish(losses, due, done, table.summed(self.named_parameters(), last=bool(due.all())))
-
     def flush(self) -> bool:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
-        table = self.table
-        if not table.underway:
+        if not self.table.underway:
             return False
         self._before = {}
         self.drop_gradients()
-        sums = {name: column.clone() for name, column in table.summed(self.named_parameters()).items()}
-        self._finish(torch.zeros(len(self), device="cpu"), table["done"] > 0, table["done"], sums)
+        self._finish(torch.zeros(len(self), device="cpu"), flushed=True)
         return True
 
-    def _finish(self, losses: Tensor, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """End a call, now or when all groups have gradients.
+    def _finish(self, losses: Tensor, *, flushed: bool = False) -> None:
+        """End a call that has computed gradients, now or when all groups have theirs.
 
         Args:
             losses: ``[rows of the group]``.
-            due: the members that make an update, bool ``[rows]``; None: all, in each call.
-            done: the number of calls of an update that each member has made, with this one.
-            sums: the sums of gradients of these calls, see `GroupTable.summed`.
+            flushed: whether there was no call, and members are updated by the gradients of earlier calls.
         """
+        table, history = self.table, self.table.history
+        # The members that make an update, bool [rows], None for all in each call; how many calls of an update each has
+        # made, with this one; and the sums of their gradients.
+        due, done, sums = None, table.columns["done"], dict[str, Tensor]()
+        if flushed:
+            due = done > 0
+            sums = {name: column.clone() for name, column in table.summed(self.named_parameters()).items()}
+        elif self._sums:
+            done = (done + 1).masked_fill(~table["alive"] | table["frozen"], 0)
+            due = done == table["accumulate"]
+            sums = table.summed(self.named_parameters(), last=bool(due.all()))
         if due is not None:
-            self.table.hand_over(self.named_parameters(), sums, due)
+            table.hand_over(self.named_parameters(), sums, due)
         bad = self._bad_members(losses)
-        end = partial(self._end_call, bad, due, done, sums)
-        if self.deferred is None:
-            end()
+        if history.deferred is None:
+            self._end_call(bad, due, done, sums)
         else:
-            self.deferred.append((self, bad, end))
+            history.deferred.append((self, bad, partial(self._end_call, bad, due, done, sums)))
 
     def _end_call(self, bad: Tensor | None, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Freeze members ``bad``, or raise a NonFiniteError, and update the others that are due.
+        """Freeze members ``bad``, or raise a NonFiniteError, and update the others that are due; see `_finish`.
 
         If that fails, the members are what they were before the call.
         """
@@ -372,39 +370,38 @@ class TrainingGroup:
         try:
             if bad is not None:
                 table.freeze(bad, self.options.on_nonfinite == "raise")
-            if self._before and bool(table["frozen"].any()):
-                self.restore(table["frozen"])
+            frozen = table.columns["frozen"]
+            if self._before and bool(frozen.any()):
+                self.restore(frozen)
             if due is None or bool(due.any()):
-                self._update(due)
+                self._update(frozen if due is None else frozen | ~due)
         except BaseException:
             self.restore_all()
             raise
         if due is not None:
-            table.count(done.masked_fill(due | table["frozen"], 0), sums)
+            table.count(done.masked_fill(due | frozen, 0), sums)
         self._before = {}
 
-    def _update(self, due: Tensor | None) -> None:
-        """Unscale the gradients of members ``due``, bool ``[rows]`` or None for all, clip them and update."""
-        table, frozen = self.table, self.table["frozen"]
-        overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
-        everybody = due is None and self.scaler is None and not bool(frozen.any())
-        resting = frozen if due is None else frozen | ~due
+    def _update(self, resting: Tensor) -> None:
+        """Unscale the gradients of all members but ``resting``, bool ``[rows]``, clip them and update."""
+        columns, optimizer = self.table.columns, self.optimizer
+        left_out = resting if self.scaler is None else resting | self.scaler.unscale_(optimizer)
         if self.gradient_hooks:
-            idle = (resting | overflown).tolist()
+            idle = left_out.tolist()
             for hook in self.gradient_hooks.values():
                 if rows := [row for row in self.active_rows if not idle[row]]:
                     self.each(hook, rows)
         for name, clip in (("clip_value", clip_grad_value_), ("clip_norm", clip_grad_norm_)):
-            if name in table and (params := [p for p in self.parameters() if p.grad is not None]):
-                clip(params, table[name])
-        with nullcontext() if everybody else self.optimizer.holding(resting):
+            if name in columns and (params := [p for p in self.parameters() if p.grad is not None]):
+                clip(params, columns[name])
+        with optimizer.holding(resting) if bool(resting.any()) else nullcontext():
             if self.scaler is None:
-                self.optimizer.step()
+                optimizer.step()
             else:
-                self.scaler.step(self.optimizer)
+                self.scaler.step(optimizer)
                 self.scaler.update(resting=resting)
-        table["age"].add_(table["alive"] if everybody else table["alive"] & ~(resting | overflown))
-        table.history.updated = True
+        columns["age"].add_(columns["alive"] & ~left_out)
+        self.table.history.updated = True
 
     def _bad_members(self, losses: Tensor) -> Tensor | None:
         """Return the members whose loss or gradient is not finite, bool ``[rows]``; None if all train well."""
@@ -412,36 +409,44 @@ class TrainingGroup:
             return None
         # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
         grads = [p.grad for p in self.parameters() if p.grad is not None] if self.scaler is None else []
-        if all_finite(grads, losses, self._finite):
+        tensors = [*grads, losses.detach()]
+        # Several threads check more elements than this faster.
+        finite = self._finite(tensors) if sum(map(Tensor.numel, grads)) < _ONE_THREAD else None
+        if all_finite(tensors) if finite is None else finite:
             return None
         stacks = [grad.reshape(len(self), -1) for grad in grads]
         bad = ~losses.detach().isfinite().cpu() | overflowing(stacks, len(self))
         bad &= self.table["alive"] & ~self.table["frozen"]
         return bad if bool(bad.any()) else None
 
-    def _none(self) -> Tensor:
-        return torch.zeros(len(self), dtype=torch.bool, device="cpu")
-
-    def _step_some(self, rows: list[int], arguments: tuple[Any, Any, dict[str, Any]]) -> Tensor:
-        """Make a step of members ``rows`` as a small group, and write its state back.
+    def _step_some(self, rows: list[int], arguments: tuple[Any, Any, Any, dict[str, Any]]) -> Tensor:
+        """Make a step of members ``rows`` as a small group, which has copies of them, and write its state back.
 
         Raises FusionError if they cannot be stepped separately.
         """
         width, budget = self._widths.of(len(rows)), self._step.budget
         # The members, and then free rows.
         places = [*rows, *rows[:1] * (width - len(rows))]
-        if self._chosen is None or not self._chosen.fits(self):
-            self._chosen = ChosenRows.of(self, places)
-        part, array, state = self._chosen
+        chosen = self._chosen
+        if chosen is None or chosen[2].whole is not self.optimizer or not (chosen[1].fits() and chosen[2].fits()):
+            array = GatheredRows.of(self.fused, places)
+            small, large = dict(array.array.named_parameters()), dict(self.fused.named_parameters())
+            state = GatheredState.of(self.optimizer, {large[name]: param for name, param in small.items()}, places)
+            part = TrainingGroup(array.array, state.part, None, self.scaler, self.options, self.table.take(places))
+            part._step.expected_calls |= set(self.known_calls)
+            self._chosen = chosen = part, array, state
+        part, array, state = chosen
         part.table = self.table.take(rows, width - len(rows))
         array.load(places)
         state.load(places)
         part.scaler = None if self.scaler is None else self.scaler.of_rows(places)
-        part.gradient_hooks, part._weighs_samples = self.gradient_hooks, self._weighs_samples
-        part.deferred, part._widths = self.deferred, self._widths
+        part.gradient_hooks, part._widths = self.gradient_hooks, self._widths
         part._step.at_once = self._widths.at_once(width)
         part.elsewhere = self.elsewhere + (0 if budget is None else state_bytes(self.fused, self.optimizer))
-        losses = part._step_all(*pytree.tree_map(partial(_filled, width=width), arguments, is_leaf=is_stacked))
+        inputs, target, weights, keywords = pytree.tree_map(
+            partial(_filled, width=width), arguments, is_leaf=is_stacked
+        )
+        losses = part.step(inputs, target, None, weights, keywords)
         self.drop_gradients()
 
         def store() -> None:
@@ -451,10 +456,10 @@ class TrainingGroup:
                 self.scaler.table.put(rows, part.scaler.table)
             self.table.put(rows, part.table)
 
-        if self.deferred is None:
+        if self.table.history.deferred is None:
             store()
         else:
-            self.deferred.append((part, None, store))
+            self.table.history.deferred.append((part, None, store))
         all_losses = losses.new_full((len(self),), math.nan)
         all_losses[torch.tensor(rows, device=losses.device)] = losses[: len(rows)]
         return all_losses
@@ -563,47 +568,16 @@ def copied_member(fused: FusedModule, row: int) -> nn.Module:
     return module_copy(model, {id(parameter): parameter for parameter in frozen})
 
 
-def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> bool:
+def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
     devices or layouts, or if squares overflow.
     """
-    if not grads:
-        return bool(losses.detach().isfinite().all())
-    checked_tensors = [*grads, losses]
-    # Several threads check more elements than this faster.
-    if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(checked_tensors)) is not None:
-        return answer
-    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in checked_tensors}) > 1:
+    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}) > 1:
         return False
-    if losses.layout is not torch.strided or not all(tensor.numel() for tensor in checked_tensors):
+    if tensors[0].layout is not torch.strided or not all(tensor.numel() for tensor in tensors):
         return False
     # Computing the largest magnitude would take five times as long.
-    return math.isfinite(float(torch.stack(torch._foreach_norm(checked_tensors, 2)).sum()))
-
-
-# Some members of a group as a small group, whose state is written back.
-
-
-class ChosenRows(NamedTuple):
-    """A small group ``part`` that steps some members of another one, which are copied to it before each step."""
-
-    part: TrainingGroup
-    array: GatheredRows
-    state: GatheredState
-
-    @staticmethod
-    def of(whole: TrainingGroup, places: Sequence[int]) -> ChosenRows:
-        """Create it for the rows ``places``. Raises FusionError if they cannot be stepped separately."""
-        array = GatheredRows.of(whole.fused, places)
-        small, large = dict(array.array.named_parameters()), dict(whole.fused.named_parameters())
-        state = GatheredState.of(whole.optimizer, {large[name]: param for name, param in small.items()}, places)
-        part = TrainingGroup(array.array, state.part, None, whole.scaler, whole.options, whole.table.take(places))
-        part._step.expected_calls |= set(whole.known_calls)
-        return ChosenRows(part, array, state)
-
-    def fits(self, whole: TrainingGroup) -> bool:
-        """Return whether the group still has the tensors for which this was created."""
-        return self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
+    return math.isfinite(float(torch.stack(torch._foreach_norm(tensors, 2)).sum()))
 
 
 def _filled(leaf: Any, width: int) -> Any:
