@@ -51,14 +51,14 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Row], contenders: Seque
     colours = COLOURS | dict(zip(rivals, itertools.cycle(OTHERS), strict=False))
     for contender in contenders:
         if contender != "serial":
-            is_hfusion = contender in COLOURS
-            style = {
-                "linewidth": 2.5 if is_hfusion else 1.2,
-                "zorder": 3 if is_hfusion else 2,
-                "color": colours[contender],
-            }
-            label = contender + _cores(chosen, contender)
-            panel.plot(*_line(chosen, contender), marker="o", markersize=5, label=label, **style)
+            own = [row for row in chosen if row["contender"] == contender]
+            cores = max((row["cores"] for row in own), default=1)
+            # Rows that were timed against the serial loop.
+            timed = [row for row in own if row["speedup"] is not None]
+            members, speedups = ([row[name] for row in timed] for name in ("members", "speedup"))
+            width, order = (2.5, 3) if contender in COLOURS else (1.2, 2)
+            style = {"linewidth": width, "zorder": order, "color": colours[contender], "marker": "o", "markersize": 5}
+            panel.plot(members, speedups, label=contender + (f" ({cores} cores)" if cores > 1 else ""), **style)
     panel.set(title=model, xlabel="members", xscale="log", yscale="log")
     ticks = sorted({row["members"] for row in chosen})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -66,20 +66,6 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Row], contenders: Seque
     panel.set_yticks(LEVELS, [f"{level:g}x" for level in LEVELS])
     panel.set_yticks([], minor=True)
     panel.grid(axis="y", alpha=0.3)
-
-
-def _cores(rows: Sequence[Row], contender: str) -> str:
-    """Return how many processes a contender uses, for the legend; nothing for one."""
-    cores = max((row["cores"] for row in rows if row["contender"] == contender), default=1)
-    return f" ({cores} cores)" if cores > 1 else ""
-
-
-def _line(rows: Sequence[Row], contender: str) -> tuple[list[int], list[float]]:
-    """Members and speed-ups of the rows in which ``contender`` was timed against the serial loop."""
-    points = [
-        (row["members"], row["speedup"]) for row in rows if row["contender"] == contender and row["speedup"] is not None
-    ]
-    return [members for members, _ in points], [speedup for _, speedup in points]
 
 
 def main(names: Sequence[str]) -> None:

@@ -305,22 +305,14 @@ def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return make()
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss, inputs: Tensor, target) -> float:
-    """The plain loop: one update; returns the loss."""
-    optimizer.zero_grad()
-    value = loss(model(inputs), target)
-    value.backward()
-    optimizer.step()
-    return value.item()
-
-
 def twins_loop() -> Numbers:
     critics = [seeded(critic, seed) for seed in range(2)]
     targets = [copy.deepcopy(model).requires_grad_(False) for model in critics]
     optimizers = [fused_adam(model) for model in critics]
     for state, _, reward, following in transitions(23):
         wanted = reward + 0.99 * torch.minimum(*(target(following) for target in targets))
-        losses = [update(model, opt, F.mse_loss, state, wanted) for model, opt in zip(critics, optimizers, strict=True)]
+        pairs = zip(critics, optimizers, strict=True)
+        losses = [train_epoch(model, opt, F.mse_loss, [(state, wanted)]).item() for model, opt in pairs]
         for target, model in zip(targets, critics, strict=True):
             follow(target, model)
     return losses
@@ -344,7 +336,7 @@ def networks_loop() -> Numbers:
         losses = []
         for model, target, optimizer in zip(networks, targets, optimizers, strict=True):
             wanted = reward + 0.99 * target(following).amax(-1, keepdim=True)
-            losses.append(update(model, optimizer, q_loss, state, (action, wanted)))
+            losses.append(train_epoch(model, optimizer, q_loss, [(state, (action, wanted))]).item())
             follow(target, model)
     return losses
 
