@@ -20,13 +20,11 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import call_arguments, is_stacked, take_entries
 from hfusion.core.layout import member_values, values_of
-from hfusion.population.evaluation import check_entries, evaluating_model, joined_batches, number, pair_of, with_row
-from hfusion.population.plain_group import of_row
+from hfusion.population.evaluation import check_entries, joined_batches, number, pair_of
+from hfusion.population.plain_group import evaluating_members, member_outputs
 from hfusion.population.population import Population
 from hfusion.population.training_group import copied_member
 from hfusion.population.weights import check_member_weights
-
-_SMALL = (torch.float16, torch.bfloat16)
 
 _Group = tuple[nn.Module, Sequence[int | None], Callable[[int], nn.Module]]
 """An array or a plain model; the row of the population of each member, None for a free row; and how to copy one."""
@@ -58,14 +56,34 @@ class JoinedMembers(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments are those of one member, or stacked. Raises ValueError if outputs differ in structure or shape."""
         check_entries((args, kwargs), len(self))
-        outputs = []
+        # The paths and leaves of each group's outputs, with a leading dim of members, and their structure.
+        outputs: list[tuple[Any, Any]] = []
         for group, entries in zip(self.groups, self._entries, strict=True):
-            positional, named = take_entries(args, entries), take_entries(kwargs, entries)
-            if isinstance(group, FusedModule):
-                outputs.append(group(*positional, **named))
-            else:
-                outputs.append(with_row(group(*of_row(positional), **of_row(named))))
-        return joined_rows(outputs, self._rows, self.order)
+            positional, named = take_entries((args, kwargs), entries)
+            outputs.append(pytree.tree_flatten_with_path(member_outputs(group, positional, named)))
+        kinds = [{f"output{pytree.keystr(path)}": _kind(leaf) for path, leaf in leaves} for leaves, _ in outputs]
+        for kind, (_, spec), rows in zip(kinds, outputs, self._rows, strict=True):
+            if kind != kinds[0] or spec != outputs[0][1]:
+                raise ValueError(
+                    f"{kinds[0]} of the members in rows {self._rows[0]}, {kind} of those in rows {rows}. Members are "
+                    "averaged if their outputs have one shape and dtype: choose such rows by weights="
+                )
+        columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in outputs), strict=True)
+        return pytree.tree_unflatten(list(map(self._joined, columns)), outputs[0][1])
+
+    def _joined(self, leaves: Sequence[Any]) -> Any:
+        """Join one output of all groups."""
+        if isinstance(leaves[0], Tensor):
+            values = torch.cat(list(leaves))
+            return values if self.order is None else values[self.order.to(values.device)]
+        pairs = zip(leaves, self._rows, strict=True)
+        each = [value for leaf, rows in pairs for value in values_of(leaf, len(rows))]
+        return member_values(each if self.order is None else [each[index] for index in self.order.tolist()])
+
+
+def _kind(leaf: Any) -> str:
+    """Describe what members' outputs must share."""
+    return f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else "a value"
 
 
 class Ensemble(nn.Module):
@@ -109,12 +127,15 @@ class Ensemble(nn.Module):
         super().__init__()
         groups, members = _groups(models)
         live = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
-        chosen = _weights(weights, members, live)
-        rows = [row for row in live if chosen[row] > 0]
-        self.members = _selected_members(groups, rows)
-        self.softmax = softmax
-        values = None if weights is None else (chosen[rows] / chosen[rows].sum()).to(device_of(self.members))
-        self.register_buffer("weights", values)
+        rows, values = live, None
+        if weights is not None:
+            values = check_member_weights(weights, members, f"of {members} members")
+            rows = [row for row in range(members) if values[row] > 0]
+            if free := sorted(set(rows).difference(live)):
+                raise ValueError(f"weights: row {free[0]} is free; members are in rows {live}")
+            values = values[rows] / values[rows].sum()
+        self.members, self.softmax = _selected_members(groups, rows), softmax
+        self.register_buffer("weights", None if values is None else values.to(device_of(self.members)))
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Return ``(mean, std)``. Arguments are those of the members, see `FusedModule.forward`."""
@@ -131,7 +152,7 @@ class Ensemble(nn.Module):
                 f"hf.Ensemble averages floating-point outputs, and output{pytree.keystr(path)} is {kind}. Let the "
                 "members give logits or numbers"
             )
-        values = output.float() if output.dtype in _SMALL else output
+        values = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
         if self.softmax is not None:
             values = values.softmax(self.softmax + 1 if self.softmax >= 0 else self.softmax)
         if self.weights is None:
@@ -153,18 +174,6 @@ def _groups(models: Any) -> tuple[list[_Group], int]:
         return [(group.fused, group.rows, group.copied) for group in models._groups], len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
     return [(fused, range(len(fused)), partial(copied_member, fused))], len(fused)
-
-
-def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Sequence[int]) -> Tensor:
-    """Weights ``[B]`` on the CPU, 0 where a row is free. Raises ValueError."""
-    alive = torch.zeros(members, dtype=torch.float64, device="cpu")
-    alive[list(live)] = 1
-    if weights is None:
-        return alive
-    values = check_member_weights(weights, members, f"of {members} members")
-    if free_rows := [row for row in range(members) if values[row] > 0 and not alive[row]]:
-        raise ValueError(f"weights: row {free_rows[0]} is free; members are in rows {list(live)}")
-    return values
 
 
 def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedModule | JoinedMembers:
@@ -191,44 +200,6 @@ def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedMod
     if members == [list(rows)] and isinstance(modules[0], FusedModule):
         return modules[0]
     return JoinedMembers(modules, members)
-
-
-def joined_rows(outputs: Sequence[Any], rows: Sequence[Sequence[int | None]], order: Tensor | None) -> Any:
-    """Join the outputs of groups, each a nest with a leading dim of members, to one of all members.
-
-    Args:
-        outputs: the outputs of each group.
-        rows: for each group, the rows of its members, for errors.
-        order: index of each member into the concatenated groups; None if they are in order.
-
-    Raises:
-        ValueError: outputs of groups differ in structure, shape or dtype.
-    """
-    flat = [pytree.tree_flatten_with_path(output) for output in outputs]
-    kinds = [{f"output{pytree.keystr(path)}": _kind(leaf) for path, leaf in leaves} for leaves, _ in flat]
-    for kind, (_, spec), of_group in zip(kinds, flat, rows, strict=True):
-        if kind != kinds[0] or spec != flat[0][1]:
-            live, other = ([row for row in members if row is not None] for members in (rows[0], of_group))
-            raise ValueError(
-                f"{kinds[0]} of the members in rows {live}, {kind} of those in rows {other}. Members are averaged if "
-                "their outputs have one shape and dtype: choose such rows by weights="
-            )
-    columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
-    counts = [len(of_group) for of_group in rows]
-    return pytree.tree_unflatten([_joined(column, counts, order) for column in columns], flat[0][1])
-
-
-def _joined(leaves: Sequence[Any], counts: Sequence[int], order: Tensor | None) -> Any:
-    if isinstance(leaves[0], Tensor):
-        values = torch.cat(list(leaves)) if len(leaves) > 1 else leaves[0]
-        return values if order is None else values[order.to(values.device)]
-    each = [value for leaf, count in zip(leaves, counts, strict=True) for value in values_of(leaf, count)]
-    return member_values(each if order is None else [each[index] for index in order.tolist()])
-
-
-def _kind(leaf: Any) -> str:
-    """Describe what members' outputs must share."""
-    return f"{leaf.dtype} {list(leaf.shape[1:])}" if isinstance(leaf, Tensor) else "a value"
 
 
 # Greedy selection of the members of an ensemble.
@@ -312,7 +283,16 @@ def select(
         raise ValueError(f"size={size!r}: at least one member is chosen")
     if mode not in ("min", "max"):
         raise ValueError(f'mode={mode!r}: it is "min" or "max"')
-    predictions, target, rows, members = _library(models, loader)
+    groups, members = _groups(models)
+    rows = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
+    joined, batches = _selected_members(groups, rows), []
+    with torch.no_grad(), ExitStack() as modes:
+        for array in joined.groups if isinstance(joined, JoinedMembers) else [joined]:
+            modes.enter_context(evaluating_members(array))
+        for inputs, target in map(pair_of, loader):
+            args, kwargs = call_arguments(inputs, {})
+            batches.append((joined(*args, **kwargs), target))
+    predictions, target = joined_batches(batches)
     if any(is_stacked(leaf) for leaf in pytree.tree_leaves(target, is_leaf=is_stacked)):
         raise ValueError(
             "the loader gives each member its own target: an ensemble is chosen for targets of all members"
@@ -321,55 +301,27 @@ def select(
         score, softmax = _default(predictions, target, mode, softmax)
     leaves, spec = pytree.tree_flatten(predictions)
     stacks = [_prediction(leaf, softmax) for leaf in leaves]
-    sign = 1.0 if mode == "min" else -1.0
+    sums = [torch.zeros_like(stack[0], dtype=torch.float64) for stack in stacks]
+    sign, order, losses = 1.0 if mode == "min" else -1.0, list[int](), list[float]()
 
-    def loss(sums: Sequence[Tensor], index: int, count: int) -> float:
+    def loss_with(index: int) -> float:
         pairs = zip(sums, stacks, strict=True)
-        means = [((total + stack[index]) / count).to(stack.dtype) for total, stack in pairs]
+        means = [((total + stack[index]) / (len(order) + 1)).to(stack.dtype) for total, stack in pairs]
         value = sign * number(score(pytree.tree_unflatten(means, spec), target), "the score", "an ensemble")
         return math.inf if math.isnan(value) else value
 
     with torch.no_grad():
-        order, losses = _greedy(stacks, len(rows), size, loss)
+        while len(order) < size and (not losses or losses[-1] < math.inf):
+            candidates = list(map(loss_with, range(len(rows))))
+            losses.append(min(candidates))
+            order.append(candidates.index(losses[-1]))
+            for total, stack in zip(sums, stacks, strict=True):
+                total += stack[order[-1]]
     if losses[0] == math.inf:
         raise ValueError(f"the score of every member in rows {rows} is NaN or infinite: there is no member to choose")
     best = losses.index(min(losses)) + 1
-    return Selection(
-        tuple(rows[index] for index in order[:best]), tuple(sign * value for value in losses[:best]), members
-    )
-
-
-def _greedy(
-    stacks: Sequence[Tensor], members: int, size: int, loss: Callable[[Sequence[Tensor], int, int], float]
-) -> tuple[list[int], list[float]]:
-    """The members in the order in which they are added, and the loss after each."""
-    sums = [torch.zeros_like(stack[0], dtype=torch.float64) for stack in stacks]
-    order: list[int] = []
-    losses: list[float] = []
-    for count in range(1, size + 1):
-        candidates = [loss(sums, index, count) for index in range(members)]
-        losses.append(min(candidates))
-        if losses[-1] == math.inf:
-            break
-        order.append(candidates.index(losses[-1]))
-        for total, stack in zip(sums, stacks, strict=True):
-            total += stack[order[-1]]
-    return order, losses
-
-
-def _library(models: Any, loader: Iterable[Any]) -> tuple[Any, Any, list[int], int]:
-    """Return the members' outputs in eval mode, in the order of their rows; the targets, the rows, and their number."""
-    groups, members = _groups(models)
-    rows = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
-    joined, batches = _selected_members(groups, rows), []
-    arrays = joined.groups if isinstance(joined, JoinedMembers) else [joined]
-    with ExitStack() as stack:
-        for array in arrays:
-            stack.enter_context(array.evaluating() if isinstance(array, FusedModule) else evaluating_model(array))
-        for inputs, target in map(pair_of, loader):
-            args, kwargs = call_arguments(inputs, {})
-            batches.append((joined(*args, **kwargs), target))
-    return *joined_batches(batches), rows, members
+    chosen = tuple(rows[index] for index in order[:best])
+    return Selection(chosen, tuple(sign * value for value in losses[:best]), members)
 
 
 def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> tuple[Score, int | None]:

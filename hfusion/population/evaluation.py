@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,32 +14,65 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.compiler.arguments import row_of_leaf
+from hfusion.compiler.arguments import Arguments, row_of_leaf
 from hfusion.core.calls import Ragged, StackedInput, call_arguments, entry_counts, is_stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.layout import Listed, member_values, same_value, values_of
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
-    from hfusion.population.training_group import TrainingGroup
 
-Outputs = list[tuple[Any, Any]]
-"""Of each batch the outputs of a group, with a leading dim of its rows, and the targets."""
+
+Convert = Callable[[Any], Any] | None
 
 
 @torch.no_grad()
-def evaluate(
-    population: Population,
-    metric: Callable[..., Any],
-    loader: Iterable[Any],
-    convert: Callable[[Any], Any] | None = None,
-) -> dict[int, Any]:
+def evaluate(population: Population, metric: Any, loader: Iterable[Any], convert: Convert = None) -> dict[int, Any]:
     """Return the ``metric`` of each member by its row of the population, as in `member_metrics`.
 
     Every batch is read once.
     """
-    check_metric(metric)
-    outputs = _group_outputs(population, loader)
+    if not callable(metric) and not is_updated(metric):
+        raise ValueError(
+            f"the metric must be a function of a member's outputs and targets, got {type(metric).__name__}. Give "
+            "evaluate the metric first, then the loader."
+        )
+    # Imported late: a sweep of plain trials needs metrics, and no groups.
+    from hfusion.array.unfused_calls import run_members
+    from hfusion.population.grouping import part
+    from hfusion.population.plain_group import evaluating_members, member_outputs
+
+    # Of each group and batch the outputs, with a leading dim of its rows, and the targets.
+    outputs: dict[int, list[tuple[Any, Any]]] = {group.number: [] for group in population._groups}
+    modes: dict[int, ExitStack] = {}
+    try:
+        for batch in loader:
+            inputs, target = pair_of(batch)
+            check_entries((inputs, target), len(population))
+            queue = deque(population._groups)
+            while queue:
+                group = queue.popleft()
+                if group.number not in modes:
+                    modes[group.number] = ExitStack()
+                    modes[group.number].enter_context(evaluating_members(group.fused))
+                args, kwargs = call_arguments(take_entries(inputs, group.entries()), {})
+                try:
+                    output = member_outputs(group.fused, args, kwargs)
+                except ForwardsDiffer as error:
+                    if outputs[group.number]:
+                        # The outputs so far are of all its members.
+                        output = run_members(group.fused, Arguments.of(args, kwargs), str(error))
+                    else:
+                        # The group leaves eval mode, since splitting it copies members with their modes.
+                        modes.pop(group.number).close()
+                        new_groups = part(population, group, error)
+                        outputs |= {new.number: [] for new in new_groups}
+                        queue.extendleft(reversed(new_groups))
+                        continue
+                outputs[group.number].append((output, take_entries(target, group.entries())))
+    finally:
+        for stack in modes.values():
+            stack.close()
     values: dict[int, Any] = {}
     for group in population._groups:
         rows = {local: row for local, row in enumerate(group.rows) if row is not None}
@@ -63,66 +95,11 @@ def pair_of(batch: Any, source: str = "the loader") -> tuple[Any, Any]:
 
 def check_entries(values: Any, rows: int | Sequence[int]) -> None:
     """Raise a ValueError unless each stacked tensor in nested ``values`` has an entry for each of ``rows``."""
-    if isinstance(rows, int):
-        expected, owner = rows, f"a population of {rows} rows"
-    else:
-        expected, owner = len(rows), f"rows={list(rows)}"
+    expected = rows if isinstance(rows, int) else len(rows)
     for entries in entry_counts(values):
         if entries != expected:
+            owner = f"a population of {rows} rows" if isinstance(rows, int) else f"rows={list(rows)}"
             raise ValueError(f"a stacked argument has {entries} entries for {owner}: give one for each, in that order")
-
-
-def _group_outputs(population: Population, loader: Iterable[Any]) -> dict[int, Outputs]:
-    """Return the outputs in eval mode and targets of each batch, by number of the group; reads every batch once."""
-    outputs: dict[int, Outputs] = {group.number: [] for group in population._groups}
-    modes: dict[int, ExitStack] = {}
-    try:
-        for batch in loader:
-            inputs, target = pair_of(batch)
-            check_entries((inputs, target), len(population))
-            queue = deque(population._groups)
-            while queue:
-                group = queue.popleft()
-                if group.number not in modes:
-                    modes[group.number] = ExitStack()
-                    modes[group.number].enter_context(group.evaluating())
-                args, kwargs = call_arguments(take_entries(inputs, group.entries()), {})
-                try:
-                    output = group.outputs(args, kwargs)
-                except ForwardsDiffer as error:
-                    # The group leaves eval mode, since splitting it copies members with their modes.
-                    modes.pop(group.number).close()
-                    queue.extendleft(reversed(_parted(population, group, error, outputs)))
-                    continue
-                outputs[group.number].append((output, take_entries(target, group.entries())))
-    finally:
-        for stack in modes.values():
-            stack.close()
-    return outputs
-
-
-def _parted(
-    population: Population, group: TrainingGroup, error: ForwardsDiffer, outputs: dict[int, Outputs]
-) -> list[TrainingGroup]:
-    """Split a group, divide its earlier outputs among the new groups, and return these."""
-    before, outputs_before = list(group.rows), outputs.pop(group.number)
-    # Imported late: a sweep of plain trials needs metrics, and no groups.
-    from hfusion.population.grouping import part
-
-    parts = part(population, group, error)
-    for new in parts:
-        rows = [before.index(row) for row in new.rows]
-        outputs[new.number] = [
-            (pytree.tree_map(partial(_leaf_rows, rows=rows), values), take_entries(target, rows))
-            for values, target in outputs_before
-        ]
-    return parts
-
-
-def _leaf_rows(leaf: Any, rows: list[int]) -> Any:
-    if isinstance(leaf, Listed | Ragged):
-        return (Ragged if isinstance(leaf, Ragged) else member_values)([leaf[row] for row in rows])
-    return leaf[rows] if isinstance(leaf, Tensor) else leaf
 
 
 # The metric of each member from its outputs of all batches.
@@ -134,7 +111,7 @@ def member_metrics(
     metric: Callable[..., Any],
     members: Mapping[int, str],
     rows: Mapping[int, int] | None = None,
-    convert: Callable[[Any], Any] | None = None,
+    convert: Convert = None,
 ) -> dict[int, Any]:
     """Return the ``metric`` of each of ``members``, by row, from outputs ``[rows, ...]`` and targets of all batches.
 
@@ -150,7 +127,15 @@ def member_metrics(
     for row, tag in members.items():
         own = [_of_member(part, row) for part in parts]
         try:
-            value = _updated(metric, own) if updated else metric(*(joined_batches(own, 0) if apart else own[0]))
+            if updated:
+                # On a copy, so that members share no state.
+                member_metric: Any = copy.deepcopy(metric)
+                member_metric.reset()
+                for output, target in own:
+                    member_metric.update(output, target)
+                value = member_metric.compute()
+            else:
+                value = metric(*(joined_batches(own, 0) if apart else own[0]))
             values[row] = number(value) if convert is None else convert(value)
         except Exception as error:
             error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
@@ -161,15 +146,6 @@ def member_metrics(
 def is_updated(metric: object) -> bool:
     """Return whether a metric is updated batch by batch, as those of torchmetrics."""
     return all(hasattr(metric, name) for name in ("reset", "update", "compute"))
-
-
-def check_metric(metric: object) -> None:
-    """Raise a ValueError if ``metric`` is not a metric, such as a loader in its place."""
-    if not callable(metric) and not is_updated(metric):
-        raise ValueError(
-            f"the metric must be a function of a member's outputs and targets, got {type(metric).__name__}. Give "
-            "evaluate the metric first, then the loader."
-        )
 
 
 def joined_batches(batches: Sequence[tuple[Any, Any]], dim: int = 1) -> tuple[Any, Any]:
@@ -188,20 +164,10 @@ def check_batches(batches: Sequence[Any]) -> None:
         raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
 
 
-def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
-    """Compute a metric that keeps a state, such as those of torchmetrics, on a copy, so that members share none."""
-    member_metric = copy.deepcopy(metric)
-    member_metric.reset()
-    for output, target in batches:
-        member_metric.update(output, target)
-    return member_metric.compute()
-
-
 def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
     outputs, target = batch
-    kinds = Tensor | Ragged | Listed
-    member_outputs = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, kinds) else leaf, outputs)
-    return member_outputs, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
+    own = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor | Ragged | Listed) else leaf, outputs)
+    return own, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
@@ -231,20 +197,17 @@ def number(value: Any, source: str = "the metric", subject: str = "one member") 
     """Return a metric as ``float(value)`` does, never rounded to a narrower type. Raises ValueError."""
     if isinstance(value, list | tuple) and len(value) == 1:
         return number(value[0], source, subject)
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        array = value.detach() if isinstance(value, Tensor) else np.asarray(value)
-        kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
-        is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
-        if not is_real or math.prod(array.shape) != 1:
-            shown = f"{kind} of {array.dtype} of shape {list(array.shape)}"
-            raise ValueError(f"{source} must give a number for {subject}, got {shown}")
-        value = array.item()
+    shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
     try:
-        if isinstance(value, str | bytes):
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            array = value.detach() if isinstance(value, Tensor) else np.asarray(value)
+            is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
+            shown = f"{'tensor' if isinstance(value, Tensor) else shown} of {array.dtype} of shape {list(array.shape)}"
+            value = array.item() if is_real and math.prod(array.shape) == 1 else None
+        elif isinstance(value, str | bytes):
             raise TypeError("text is no number")
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
         raise ValueError(f"{source} must give a number for {subject}, got {shown}") from error
 
 

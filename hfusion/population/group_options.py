@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.optim.optimizer_rows import made_for_rows
+from hfusion.population.members import History
 
 OnNonfinite = Literal["freeze", "raise", "ignore"]
 
@@ -35,6 +36,7 @@ class GroupOptions:
             None where they differed. A limit is missing where nothing is clipped by it.
         initial_hypers: after a load, the hyper-parameters of each param group that the saved members once began with;
             None: those that ``optimizer`` sets.
+        history: of the population.
         others: see `hfusion.Population`.
 
     Raises:
@@ -76,36 +78,12 @@ class GroupOptions:
         self.numbers = MemberTable(
             total, check_numbers(total, clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
         )
-        self.initial: dict[str, Any] = {name: common_value(column) for name, column in self.numbers.columns.items()}
+        columns = self.numbers.columns.items()
+        self.initial: dict[str, Any] = {
+            name: column[0].item() if bool((column == column[0]).all()) else None for name, column in columns
+        }
         self.initial_hypers: list[dict[str, float | None]] | None = None
-
-    def schedule_of_new(self, scheduler: Make | None) -> Make | None:
-        """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
-        if self.schedules is None:
-            if scheduler is not None:
-                raise ValueError("scheduler: this population has none; give it one when it is made")
-            return None
-        if scheduler is None and any(make is not self.schedules[0] for make in self.schedules):
-            raise ValueError("the members' schedules differ: say what those of members that join are, scheduler=...")
-        return scheduler or self.schedules[0]
-
-    def numbers_of_new(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the columns of numbers of a joining member; one that is None is what all members began with.
-
-        Raises ValueError for one that the population lacks, that is missing because members began with different ones,
-        or that is invalid.
-        """
-        values = {}
-        for name, value in given.items():
-            if name in self.initial:
-                values[name] = self.initial[name] if value is None else value
-                if values[name] is None:
-                    raise ValueError(
-                        f"{name} differs between the members: say what it is for those that join, {name}=..."
-                    )
-            elif value is not None:
-                raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
-        return check_numbers(1, **values)
+        self.history = History()
 
     def optimizer_of(self, module: Any, rows: Sequence[int]) -> FusedOptimizer:
         """Make the optimizer of a group whose members began in ``rows``. Raises ValueError for one of another kind.
@@ -160,8 +138,3 @@ def check_numbers(rows: int, **given: Any) -> dict[str, Tensor]:
             if not bool((columns[name] >= 0).all()):
                 raise ValueError(f"{name}={columns[name].tolist()}: every limit must be at least 0")
     return columns
-
-
-def common_value(values: Tensor) -> Any:
-    """Return the value that all rows have; None if they differ."""
-    return values[0].item() if bool((values == values[0]).all()) else None

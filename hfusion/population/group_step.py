@@ -20,70 +20,54 @@ from hfusion.population.evaluation import check_entries, pair_of
 from hfusion.population.group_options import check_numbers
 from hfusion.population.grouping import part
 from hfusion.population.members import nonfinite
-from hfusion.population.training_group import TrainingGroup
+from hfusion.population.training_group import StepArguments
 from hfusion.step.memory_budget import state_bytes
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
 
 
-def step_groups(
-    population: Population,
-    inputs: Any,
-    target: Any,
-    rows: Sequence[int] | None,
-    weights: Any,
-    keywords: dict[str, Any],
-) -> Tensor:
+def step_groups(population: Population, arguments: StepArguments, rows: Sequence[int] | None, weights: Any) -> Tensor:
     """Train the members of several groups for one step; see `Population.step`."""
+    groups, workers = population._held_groups, population._workers
     if rows is None:
-        check_entries((inputs, target, keywords), len(population))
-    if not population._held_groups:
-        return torch.full((population._size,), math.nan, device="cpu")
+        check_entries(arguments, len(population))
+    if not groups:
+        return torch.full((len(population),), math.nan, device="cpu")
     entries = {row: entry for entry, row in enumerate(range(len(population)) if rows is None else rows)}
-    _note_memory(population)
+    if population._options.memory is not None:
+        sizes = [state_bytes(group.fused, group.optimizer) for group in groups]
+        for group, size in zip(groups, sizes, strict=True):
+            group.elsewhere = sum(sizes) - size
+    devices = [p.device for group in groups for p in group.parameters()]
+    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    inputs, target, keywords = arguments
 
-    def arguments_of(group: TrainingGroup, places: Sequence[int]) -> tuple[Any, Any, dict[str, Any]]:
-        x, y = (take_entries(value, places) for value in (inputs, target))
-        return x, y, {name: take_entries(value, places) for name, value in keywords.items()}
+    def arguments_of(places: Sequence[int]) -> StepArguments:
+        named = {name: take_entries(value, places) for name, value in keywords.items()}
+        return take_entries(inputs, places), take_entries(target, places), named
 
-    workers, groups = population._workers, population._held_groups
-    all_step = rows is None and weights is None
-    with (
-        GroupDraws(_device(groups)) as draws,
-        workers.step(
-            groups, draws, (lambda group: arguments_of(group, group.entries(entries))) if all_step else None
-        ) as losses,
-    ):
-        queue = deque(workers.owned_here(groups))
+    by_group = (lambda group: arguments_of(group.entries(entries))) if rows is None and weights is None else None
+    with GroupDraws(device) as draws, workers.step(groups, draws, by_group) as (losses, here):
+        queue = deque(here)
         while queue:
             group = queue.popleft()
             chosen = [local for local, row in enumerate(group.rows) if row in entries]
             if not chosen:
                 continue
-            whole = len(chosen) == len(group.live)
-            places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
-            x, y, named = arguments_of(group, places)
+            some = None if len(chosen) == len(group.live) else chosen
+            places = group.entries(entries) if some is None else [entries[group.rows[local] or 0] for local in chosen]
             try:
                 with draws.of_group(group.key), workers.at_home(group):
-                    losses[group.number] = group.step(
-                        x, y, None if whole else chosen, take_entries(weights, places), named
-                    )
+                    of_group = take_entries(weights, places)
+                    losses[group.number] = group.step(arguments_of(places), some, of_group)
             except ForwardsDiffer as error:
-                queue.extendleft(reversed(part(population, group, error, None if whole else chosen)))
+                queue.extendleft(reversed(part(population, group, error, some)))
     like = next(iter(losses.values()))
     no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
     # Groups may have parted. The layout is kept, so that members need not come home.
-    layout, groups = population._held_layout or population._layout, population._held_groups
-    return layout.collected([losses.get(g.number, no_loss.expand(len(g))) for g in groups])
-
-
-def _note_memory(population: Population) -> None:
-    """Set for each group the bytes that the state of the other groups takes, if memory is limited."""
-    if population._options.memory is not None:
-        sizes = [state_bytes(group.fused, group.optimizer) for group in population._held_groups]
-        for group, size in zip(population._held_groups, sizes, strict=True):
-            group.elsewhere = sum(sizes) - size
+    layout = population._held_layout or population._layout
+    return layout.collected([losses.get(g.number, no_loss.expand(len(g))) for g in population._held_groups])
 
 
 @contextmanager
@@ -114,11 +98,6 @@ def one_update(population: Population) -> Iterator[None]:
         history.end_step()
 
 
-def _device(groups: Sequence[TrainingGroup]) -> torch.device:
-    devices = [p.device for group in groups for p in group.parameters()]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
 def flush(population: Population) -> bool:
     """Update members that have made fewer than ``accumulate`` calls of `step`. Return whether there were any.
 
@@ -136,15 +115,6 @@ def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) 
         for row, limit in zip(rows, limits, strict=True):
             group, local = population._layout.slot_of(row)
             group.table["clip_norm"][local] = limit
-
-
-_WORD = (1 << 63) - 1
-
-
-def seeded(device: str, number: int, key: int) -> Tensor:
-    """Return the generator state with which group ``key`` begins the step that drew ``number``."""
-    seed = (number * 0x5851F42D4C957F2D + key) & _WORD
-    return torch.Generator(device).manual_seed(seed).get_state()
 
 
 class GroupDraws:
@@ -167,7 +137,8 @@ class GroupDraws:
     @contextmanager
     def of_group(self, key: int) -> Iterator[None]:
         """Context manager: torch's random numbers depend only on the step and ``key``."""
-        states = {kind: seeded(kind, self.number, key) for kind in self._previous_states}
+        seed = (self.number * 0x5851F42D4C957F2D + key) & ((1 << 63) - 1)
+        states = {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in self._previous_states}
         self._backend.set_random_states(states)
         try:
             yield

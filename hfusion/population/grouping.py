@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,15 +16,17 @@ from hfusion.capture.compare_models import check_alone, check_models, check_pair
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.row_indices import is_row, rows_of
-from hfusion.optim.lr_scheduler import Make, one_for_each
+from hfusion.core.row_indices import check_once, is_row, rows_of
+from hfusion.optim.lr_scheduler import one_for_each
 from hfusion.population.group_options import value_of
-from hfusion.population.members import EventKind, check_start, listed, new_names
+from hfusion.population.members import EventKind, listed, new_names
 from hfusion.population.plain_group import group_of
 from hfusion.population.training_group import TrainingGroup, signature
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
+
+Given = Mapping[str, Any]
 
 # Maximum length of a reason: the messages of a capture name all attributes in which members differ.
 _LONGEST = 300
@@ -50,7 +53,6 @@ class PopulationGroup:
         return f"{self.kind} of row{'s' if len(self.rows) > 1 else ''} {rows}: {self.why}"
 
 
-@dataclass(frozen=True, eq=False)
 class MemberLayout:
     """The group of each row of a population, and the row there.
 
@@ -60,20 +62,15 @@ class MemberLayout:
             index after the last.
     """
 
-    slots: tuple[tuple[TrainingGroup, int] | None, ...]
-    order: Tensor
-
-    @staticmethod
-    def of(groups: Sequence[TrainingGroup], size: int) -> MemberLayout:
-        """Return the layout of ``groups`` in a population of ``size`` rows."""
-        slots: list[tuple[TrainingGroup, int] | None] = [None] * size
+    def __init__(self, groups: Sequence[TrainingGroup], size: int) -> None:
+        self.slots: list[tuple[TrainingGroup, int] | None] = [None] * size
         start, order = 0, [sum(map(len, groups))] * size
         for group in groups:
             for local, row in enumerate(group.rows):
                 if row is not None:
-                    slots[row], order[row] = (group, local), start + local
+                    self.slots[row], order[row] = (group, local), start + local
             start += len(group)
-        return MemberLayout(tuple(slots), torch.tensor(order, device="cpu"))
+        self.order = torch.tensor(order, device="cpu")
 
     @property
     def live(self) -> list[int]:
@@ -99,10 +96,7 @@ class MemberLayout:
         """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group; NaN or 0 for free rows."""
         if not values:
             return torch.zeros(len(self.slots), dtype=torch.int64, device="cpu")
-        first = values[0]
-        dtype = first.dtype
-        for value in values[1:]:
-            dtype = torch.promote_types(dtype, value.dtype)
+        first, dtype = values[0], reduce(torch.promote_types, (value.dtype for value in values))
         empty = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=first.device)
         joined = torch.cat([*(value.to(first.device, dtype) for value in values), empty])
         return joined[self.order.to(first.device)]
@@ -138,34 +132,27 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
     buckets: dict[Any, list[int]] = {}
     for index, model in enumerate(models):
         buckets.setdefault(signature(model), []).append(index)
-    groups = [group for bucket in buckets.values() for group in _of_bucket(models, bucket)]
+    groups: list[Candidates] = []
+    for bucket in buckets.values():
+        # Sets of models of which each might share an array with the first.
+        classes: list[list[int]] = []
+        for index in bucket:
+            if reason := _refusal(check_alone, 0, models[index]):
+                groups.append(Candidates((index,), reason))
+                continue
+            alike = next((c for c in classes if not _refusal(check_pair, models[c[0]], 1, models[index])), None)
+            if alike is None:
+                classes.append([index])
+            else:
+                alike.append(index)
+        for alike in classes:
+            try:
+                compare([models[index] for index in alike])
+                groups.append(Candidates(tuple(alike), TWINS if len(alike) > 1 else UNIQUE))
+            except FusionError as error:
+                groups += [Candidates((index,), shortened(str(error))) for index in alike]
     _check_trained(models, groups)
     return sorted(groups, key=lambda group: group.models[0])
-
-
-def _of_bucket(models: Sequence[nn.Module], bucket: Sequence[int]) -> list[Candidates]:
-    """Divide models of one signature into groups that can each be an array."""
-    if len(bucket) == 1:
-        return [Candidates((bucket[0],), _refusal(check_alone, 0, models[bucket[0]]) or UNIQUE)]
-    groups: list[Candidates] = []
-    classes: list[list[int]] = []
-    for index in bucket:
-        if reason := _refusal(check_alone, 0, models[index]):
-            groups.append(Candidates((index,), reason))
-            continue
-        for alike in classes:
-            if not _refusal(check_pair, models[alike[0]], 1, models[index]):
-                alike.append(index)
-                break
-        else:
-            classes.append([index])
-    for alike in classes:
-        try:
-            compare([models[index] for index in alike])
-            groups.append(Candidates(tuple(alike), TWINS if len(alike) > 1 else UNIQUE))
-        except FusionError as error:
-            groups += [Candidates((index,), shortened(str(error))) for index in alike]
-    return groups
 
 
 def _refusal(check: Callable[..., object], *models: Any) -> str:
@@ -175,11 +162,6 @@ def _refusal(check: Callable[..., object], *models: Any) -> str:
     except FusionError as error:
         return shortened(str(error).replace("model 0", "the model"))
     return ""
-
-
-def may_share(model: nn.Module, other: nn.Module) -> bool:
-    """Return whether the structure of two models of one `signature` allows them to share an array."""
-    return not (_refusal(check_alone, 0, other) or _refusal(check_pair, model, 1, other))
 
 
 def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) -> None:
@@ -214,20 +196,15 @@ def _memory(models: Sequence[nn.Module], *, trained: bool) -> dict[Any, list[tup
 # A member that moves from one group of a population to another, with all that belongs to it.
 
 
-@dataclass(frozen=True)
-class MemberState:
-    """A member's model and training state, independent of any group: tables of one row, see `TrainingGroup.tables`."""
-
-    model: nn.Module
-    tables: dict[str, MemberTable]
+MemberState = tuple[nn.Module, dict[str, MemberTable]]
+"""A member's model and training state, independent of any group: tables of one row, see `TrainingGroup.tables`."""
 
 
 def copy_member_state(group: TrainingGroup, row: int) -> MemberState:
     """Return a copy of the member in ``row`` of a group, with its training state."""
     group.table.tag(row)
     group.settle()
-    tables = {name: table.take([row]) for name, table in group.tables().items()}
-    return MemberState(group.copied(row), tables)
+    return group.copied(row), {name: table.take([row]) for name, table in group.tables().items()}
 
 
 def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTable]) -> None:
@@ -244,94 +221,79 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
     # Groups in this set join another one, so no group joins them.
     moving = {group.number for group in new}
     for group in new:
-        target = _target(population, group, moving)
-        if target is None:
+        model = group.model
+        candidates = [
+            other
+            for other in population._groups
+            if other.number not in moving
+            and bool(other.signature == group.signature)
+            and not (_refusal(check_alone, 0, model) or _refusal(check_pair, other.model, 1, model))
+        ]
+        if not candidates:
             moving.remove(group.number)
             group.why = group.why or UNIQUE
-        else:
-            joining.setdefault(target.number, (target, []))[1].append(group)
+            continue
+        target = candidates[0]
+        if len(candidates) > 1:
+            # Preferably a group with a member that reads the same state.
+            content = fingerprint(model)
+            fits = (o for o in candidates if content in [fingerprint(o.read(local)) for local in o.table.live])
+            target = next(fits, target)
+        joining.setdefault(target.number, (target, []))[1].append(group)
     for target, groups in joining.values():
-        _unite(population, target, groups)
-
-
-def _target(population: Population, group: TrainingGroup, moving: set[int]) -> TrainingGroup | None:
-    """Return the group that a plain member may join, preferably one with a member that reads the same state."""
-    model = group.model
-    candidates = [
-        other
-        for other in population._groups
-        if other.number not in moving and bool(other.signature == group.signature) and may_share(other.model, model)
-    ]
-    if len(candidates) < 2:
-        return candidates[0] if candidates else None
-    content = fingerprint(model)
-    fits = (o for o in candidates if content in [fingerprint(o.read(local)) for local in o.table.live])
-    return next(fits, candidates[0])
-
-
-def _unite(population: Population, target: TrainingGroup, groups: Sequence[TrainingGroup]) -> None:
-    """Make one array of a group and plain members. If that fails, they stay separate, with the reason in ``why``."""
-    rows = [group.live[0] for group in groups]
-    states = [copy_member_state(group, 0) for group in groups]
-    try:
-        if target.is_plain:
-            index = population._groups.index(target)
-            united = _group_of(population, [copy_member_state(target, 0), *states], ())
-            population._add(united, [target.live[0], *rows], TWINS, index)
-            target.release([0])
-        else:
-            _receive(target, states, rows)
-    except FusionError as error:
+        rows = [group.live[0] for group in groups]
+        states = [copy_member_state(group, 0) for group in groups]
+        try:
+            if target.is_plain:
+                united = _group_of(population, [copy_member_state(target, 0), *states], ())
+                population._add(united, [target.live[0], *rows], TWINS)
+                target.release([0])
+            else:
+                # In free or new rows.
+                places = target.places(rows)
+                target.drop_gradients()
+                target.fused.put(places, [model for model, _ in states])
+                for place, row, (_, tables) in zip(places, rows, states, strict=True):
+                    put_member_state(target, place, tables)
+                    target.rows[place] = row
+        except FusionError as error:
+            # They stay separate.
+            for group in groups:
+                group.why = shortened(str(error))
+            continue
         for group in groups:
-            group.why = shortened(str(error))
-        return
-    for group in groups:
-        group.release([0])
-
-
-def _receive(target: TrainingGroup, states: Sequence[MemberState], rows: Sequence[int]) -> None:
-    """Add members to an array, in free or new rows. Raises FusionError, and then adds none."""
-    places = target.places(rows)
-    target.drop_gradients()
-    target.fused.put(places, [state.model for state in states])
-    for place, row, state in zip(places, rows, states, strict=True):
-        put_member_state(target, place, state.tables)
-        target.rows[place] = row
+            group.release([0])
 
 
 def _group_of(population: Population, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
     """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
-    models, rows = [state.model for state in states], [0] * len(states)
-    group = group_of(models, population._options, rows, shared, population._history)
-    for row, state in enumerate(states):
-        put_member_state(group, row, state.tables)
+    group = group_of([model for model, _ in states], population._options, [0] * len(states), shared)
+    for row, (_, tables) in enumerate(states):
+        put_member_state(group, row, tables)
     return group
 
 
 # Members that start in a population, or become copies of others.
 
 
-def start(
-    population: Population,
-    row: int | Sequence[int] | None,
-    model: nn.Module | Sequence[nn.Module],
-    tag: str | Sequence[str] | None,
-    scheduler: Make | Sequence[Make] | None,
-    numbers: Mapping[str, Any],
-    hypers: Mapping[str, Any],
-) -> Any:
+def start(population: Population, row: Any, model: Any, tag: Any, make: Any, numbers: Given, hypers: Given) -> Any:
     """Add models as plain members, which then join groups of members like them; see `Population.start`.
 
     ``numbers``: the limits of gradients and ``accumulate``, None where members that join get the common one.
     """
     models = listed("model", model, nn.Module)
     tags = [None] * len(models) if tag is None else listed("tag", tag, str)
-    taken, count = population.tags, len(models)
-    size = len(population)
+    taken, count, size = population.tags, len(models), len(population)
     rows = rows_of(row, size) if row is not None else [*population._layout.free, *range(size, size + count)][:count]
-    check_start(rows, tags, taken, count)
+    check_once(rows)
+    if not len(rows) == count == len(tags):
+        raise ValueError(f"{count} models with {len(tags)} tags for {len(rows)} rows: give one for each")
+    for new_row in rows:
+        if new_row < size and taken[new_row] is not None:
+            others = f"rows {population._layout.free} are free"
+            raise ValueError(f"row {new_row} is taken by {taken[new_row]!r}: stop it first; {others}")
     grouped(models)
-    makes = [None] * count if scheduler is None else one_for_each(scheduler, count)
+    makes = [None] * count if make is None else one_for_each(make, count)
     shared = shared_frozen(models, [group.model for group in population._groups])
     pairs_of = {h.key for group in population._groups for h in group.optimizer.hypers if h.index is not None}
     options, history, new = population._options, population._history, list[TrainingGroup]()
@@ -341,11 +303,11 @@ def start(
         for index, joining in enumerate(models):
             own_numbers = {name: value_of(name, given, index, count) for name, given in numbers.items()}
             own = {key: value_of(key, given, index, count, pair=key in pairs_of) for key, given in hypers.items()}
-            member = group_of([joining], options, [0], shared, history)
+            member = group_of([joining], options, [0], shared)
             member.begin_anew(makes[index], own_numbers, own)
             new.append(member)
         for new_row, name, member in zip(rows, names, new, strict=True):
-            population._add(member, [new_row], "", names=[name])
+            population._add(member, [new_row], "", [name])
             member.table.note(0, EventKind.START)
         settle(population, new)
         if sum(bool(group.live) for group in population._groups) > 1:
@@ -363,26 +325,23 @@ def start(
 
 def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy members by pairs of rows; see `Population.copy`."""
-    moves = [(source, target) for source, target in pairs if source != target]
-    layout = population._layout
-    for source, _ in moves:
-        group, local = layout.slot_of(source)
-        if bool(group.table["frozen"][local]):
-            tag = group.table.tag(local)
-            raise ValueError(f"{tag!r} in row {source} went bad and is frozen: copy a healthy member")
-    tags = layout.tags
-    free = [target for _, target in moves if tags[target] is None]
-    names = dict(zip(free, new_names([None] * len(free), tags, population._history), strict=True))
+    layout, tags = population._layout, population.tags
+    targets = [target for source, target in pairs if source != target]
     copies: dict[TrainingGroup, list[tuple[int, int]]] = {}
-    alone: list[tuple[int, MemberState]] = []
-    for source, target in moves:
-        group, local = layout.slot_of(source)
-        if group.is_plain:
-            alone.append((target, copy_member_state(group, local)))
-        else:
+    for source, target in pairs:
+        if source != target:
+            group, local = layout.slot_of(source)
+            if bool(group.table["frozen"][local]):
+                raise ValueError(f"{tags[source]!r} in row {source} went bad and is frozen: copy a healthy member")
             copies.setdefault(group, []).append((local, target))
+    free = [target for target in targets if tags[target] is None]
+    names = dict(zip(free, new_names([None] * len(free), tags, population._history), strict=True))
+    alone: list[tuple[int, MemberState]] = []
     written: list[tuple[TrainingGroup, int, int, str | None]] = []
     for group, of_group in copies.items():
+        if group.is_plain:
+            alone += [(target, copy_member_state(group, local)) for local, target in of_group]
+            continue
         places, sources = group.places([target for _, target in of_group]), list(range(len(group)))
         origins = [group.table.tag(local) for local, _ in of_group]
         for place, (local, _) in zip(places, of_group, strict=True):
@@ -390,22 +349,23 @@ def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> No
         group.arrange(sources)
         written += [(group, p, row, o) for p, (_, row), o in zip(places, of_group, origins, strict=True)]
     # All were read: members that are written over, and were in other groups, leave these.
-    for _, target in moves:
+    for target in targets:
         if (slot := layout.slots[target]) is not None and not any(slot == held[:2] for held in written):
             slot[0].release([slot[1]])
     new = []
     for target, state in alone:
-        shared = shared_frozen([state.model], [group.model for group in population._groups])
+        shared = shared_frozen([state[0]], [group.model for group in population._groups])
         group = _group_of(population, [state], shared)
         population._add(group, [target], "")
-        written.append((group, 0, target, state.tables["member"]["tag"][0]))
+        written.append((group, 0, target, state[1]["member"]["tag"][0]))
         new.append(group)
     for group, place, target, origin in written:
         group.table.enter(place, tags[target] or names[target], target)
         group.table.note(place, EventKind.COPY, origin)
     population._changed()
-    settle(population, new)
-    population._changed()
+    if new:
+        settle(population, new)
+        population._changed()
 
 
 # Members that turn out to do different things in forward.
@@ -417,47 +377,38 @@ def part(
     """Split a group into one group for each set of members that do the same in forward, and return these.
 
     ``chosen``: the rows of the group that were called; None: all. Members that the error does not name were not called,
-    or have batches of another size; they stay with a member that reads the same state. Raises the error itself if it
-    does not tell the members apart.
+    or have batches of another size; they join members like them. Raises the error itself if it does not tell the
+    members apart.
     """
     population.check_hooks()
     live, called = group.table.live, range(len(group)) if chosen is None else chosen
     # An array of some members is filled up with copies of the first.
     of_graphs = [[called[index] for index in graph if index < len(called)] for graph in error.groups]
     parts = [rows for of_graph in of_graphs if (rows := [local for local in of_graph if local in live])]
-    named = {local for rows in parts for local in rows}
-    parts = _with_others(group, parts, [local for local in live if local not in named])
-    if not named or sorted(local for rows in parts for local in rows) != live:
+    named = [local for rows in parts for local in rows]
+    if not named or len(set(named)) < len(named):
         raise error
-    index, old_rows = population._groups.index(group), list(group.rows)
+    old_rows, last = list(group.rows), population._numbers
     reasons = _reasons(group, parts, error, called)
+    others = [[local] for local in live if local not in named]
+    parts, reasons = [*parts, *others], [*reasons, *[""] * len(others)]
     states = [[copy_member_state(group, local) for local in rows] for rows in parts]
-    shared = shared_frozen([state.model for of_part in states for state in of_part])
+    shared = shared_frozen([model for of_part in states for model, _ in of_part])
     new_groups: list[TrainingGroup] = []
-    for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):
+    for rows, of_part, why in zip(parts, states, reasons, strict=True):
         new = _group_of(population, of_part, shared)
-        population._add(new, [old_rows[local] for local in rows], why, index + number)
+        population._add(new, [old_rows[local] for local in rows], why)
         new_groups.append(new)
     group.release(range(len(group)))
     population._parted = True
     population._changed()
-    return new_groups
-
-
-def _with_others(group: TrainingGroup, parts: Sequence[list[int]], others: Sequence[int]) -> list[list[int]]:
-    """Return the parts with ``others`` added: each to a part with a member that reads the same, or to a new part."""
-    by_content: dict[object, list[int]] = {}
-    for rows in parts:
-        for local in rows:
-            by_content[fingerprint(group.read(local))] = rows
-    divided = list(parts)
-    for local in others:
-        content = fingerprint(group.read(local))
-        if content not in by_content:
-            by_content[content] = []
-            divided.append(by_content[content])
-        by_content[content].append(local)
-    return divided
+    settle(population, new_groups[len(parts) - len(others) :])
+    population._changed()
+    for rows, why in zip(parts, reasons, strict=True):
+        if why:
+            # Another group, if others have joined.
+            population._layout.slot_of(old_rows[rows[0]] or 0)[0].why = why
+    return [new for new in population._groups if new.number > last]
 
 
 def _reasons(

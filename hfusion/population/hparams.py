@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from hfusion.core.patience import numbers
 from hfusion.core.row_indices import rows_of
-from hfusion.optim import FusedOptimizer
-from hfusion.optim.hyper import MemberVector, member_vector, read
+from hfusion.optim.hyper import MemberVector, member_vector, plain, read
 from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
 from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
 
@@ -31,14 +30,14 @@ class RowVector:
     Attributes:
         label: its name in errors.
         size: the number of rows.
-        parts: the vectors, with the population's row of each entry, None for none; and the error message of writes, if
-            the param groups were given values of their own.
+        parts: the vectors, with the entry of each row that they hold; and the error message of writes, if the param
+            groups were given values of their own.
         live: the rows that have members.
     """
 
     label: str
     size: int
-    parts: Sequence[tuple[Sequence[int | None], MemberVector, str]]
+    parts: Sequence[tuple[dict[int, int], MemberVector, str]]
     live: Collection[int]
 
     def __len__(self) -> int:
@@ -49,10 +48,8 @@ class RowVector:
         values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
         differs = torch.zeros(self.size, dtype=torch.bool, device="cpu")
         for places, vector, _ in self.parts:
-            entries = [local for local, row in enumerate(places) if row is not None]
-            taken = [row for row in places if row is not None]
-            held, found = values[taken], torch.tensor(vector.tolist(), dtype=torch.float64, device="cpu")[entries]
-            differs[taken] |= ~held.isnan() & (held != found)
+            taken, found = list(places), plain(vector)[list(places.values())]
+            differs[taken] |= ~values[taken].isnan() & (values[taken] != found)
             values[taken] = found
         if bool(differs[rows].any()):
             raise ValueError(
@@ -69,35 +66,19 @@ class RowVector:
         lacking = chosen.intersection(self.live).difference(*(places for places, _, _ in self.parts))
         if lacking:
             raise ValueError(f"the optimizer of the member in row {min(lacking)} has no {self.label}")
-        entries = [[local for local, row in enumerate(places) if row in chosen] for places, _, _ in self.parts]
-        if refusals := [why for (_, _, why), of_part in zip(self.parts, entries, strict=True) if of_part and why]:
+        if refusals := [why for places, _, why in self.parts if why and chosen & places.keys()]:
             raise ValueError(refusals[0])
-        for (places, vector, _), of_part in zip(self.parts, entries, strict=True):
-            vector[of_part] = values[[places[local] for local in of_part]]
+        for places, vector, _ in self.parts:
+            taken = [row for row in places if row in chosen]
+            vector[[places[row] for row in taken]] = values[taken]
 
     def tolist(self) -> list[float]:
         """Return the values of all rows. Raises ValueError where the param groups differ."""
-        values: list[float] = self[:].tolist()
-        return values
+        return cast("list[float]", self[:].tolist())
 
     def __repr__(self) -> str:
-        parts = [dict(zip(places, vector.tolist(), strict=True)) for places, vector, _ in self.parts]
+        parts = [{row: float(vector[entry]) for row, entry in places.items()} for places, vector, _ in self.parts]
         return f"{self.label} of {self.size} rows, in {len(parts)} vectors: {parts}"
-
-
-def _vectors(optimizer: FusedOptimizer, key: str) -> tuple[list[tuple[MemberVector, ...]], str]:
-    """Return the vectors of a hyper-parameter, one for each param group that takes the optimizer's default.
-
-    A list with an entry for each number of the hyper-parameter, two for a pair; empty if the optimizer has none. If
-    every param group was given its own value, the vectors of all, and the error message of writes.
-    """
-    hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
-    if not hypers:
-        return [], ""
-    taking = groups_taking(optimizer, key)
-    refusal = "" if taking else explicit_everywhere(optimizer, key)
-    columns = (read(group, hypers, optimizer.members)[0] for group in taking or optimizer.param_groups)
-    return list(zip(*columns, strict=True)), refusal
 
 
 class Hparams(MutableMapping[str, Any]):
@@ -113,25 +94,27 @@ class Hparams(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         population = self._population
-        whole, live = not population._parted, population._layout.live
-        held = [(group, *_vectors(group.optimizer, key)) for group in population._groups]
-        count = max((len(columns) for _, columns, _ in held), default=0)
-        if not count:
+        # For each number of the hyper-parameter, of which betas have two: the vectors that hold it.
+        parts: dict[int, list[tuple[dict[int, int], MemberVector, str]]] = {}
+        for group in population._groups:
+            optimizer, rows = group.optimizer, group.rows if population._parted else range(len(group))
+            hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
+            taking = groups_taking(optimizer, key) if hypers else []
+            refusal = explicit_everywhere(optimizer, key) if hypers and not taking else ""
+            places = {row: local for local, row in enumerate(rows) if row is not None}
+            for param_group in taking or optimizer.param_groups:
+                for index, vector in enumerate(read(param_group, hypers, optimizer.members)[0]):
+                    parts.setdefault(index, []).append((places, vector, refusal))
+        if not parts:
             kinds = " and ".join(dict.fromkeys(type(group.optimizer).__name__ for group in population._groups))
             raise KeyError(f"{key!r} is no hyper-parameter of {kinds}; it has {list(self)}")
         vectors: list[Any] = []
-        for index in range(count):
-            parts = [
-                (range(len(group)) if whole else group.rows, vector, why)
-                for group, columns, why in held
-                for vector in (columns[index] if columns else ())
-            ]
-            if whole and len(parts) == 1:
-                vectors.append(parts[0][1])
-            else:
-                label = key if count == 1 else f"{key}[{index}]"
-                vectors.append(RowVector(label, len(population), parts, live))
-        return vectors[0] if count == 1 else tuple(vectors)
+        for index, of_index in parts.items():
+            label = key if len(parts) == 1 else f"{key}[{index}]"
+            whole = not population._parted and len(of_index) == 1
+            joined = RowVector(label, len(population), of_index, population._layout.live)
+            vectors.append(of_index[0][1] if whole else joined)
+        return vectors[0] if len(vectors) == 1 else tuple(vectors)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Raises ValueError for what is no number or one for each row, and is out of range."""
@@ -167,8 +150,7 @@ class MemberSchedules:
         self._population = population
 
     def _of_groups(self) -> list[tuple[TrainingGroup, PerMember]]:
-        groups = self._population._groups
-        return [(group, group.scheduler) for group in groups if group.scheduler is not None]
+        return [(group, cast(PerMember, group.scheduler)) for group in self._population._groups]
 
     def step(
         self,
@@ -179,14 +161,12 @@ class MemberSchedules:
     ) -> None:
         """One step of every member's scheduler, or of those of members ``rows``. ``metrics``: one number per row."""
         count = len(self._population)
-        values = None
-        if metrics is not None:
-            values = torch.tensor(numbers("metrics", metrics, count), dtype=torch.float64, device="cpu")
+        given = None if metrics is None else numbers("metrics", metrics, count)
         chosen = set(range(count) if rows is None else rows_of(rows, count))
         for group, scheduler in self._of_groups():
             local = [index for index, row in enumerate(group.rows) if row in chosen]
             if local:
-                of_group = None if values is None else values[group.entries()]
+                of_group = None if given is None else [given[row] for row in group.entries()]
                 scheduler.step(epoch, rows=None if rows is None else local, metrics=of_group)
 
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None) -> None:
@@ -195,8 +175,7 @@ class MemberSchedules:
         makes = [None] * len(chosen) if make is None else one_for_each(make, len(chosen))
         for row, of_row in zip(chosen, makes, strict=True):
             group, local = self._population._layout.slot_of(row)
-            assert group.scheduler is not None
-            group.scheduler.restart(local, of_row)
+            cast(PerMember, group.scheduler).restart(local, of_row)
 
     @property
     def kinds(self) -> list[str]:

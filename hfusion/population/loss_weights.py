@@ -23,7 +23,7 @@ _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``loss`` for targets of `weighed`: with the same values, and gradients multiplied by the weight."""
+    """Return ``loss`` for targets with a weight: with the same values, and gradients multiplied by the weight."""
 
     @wraps(loss, updated=())
     def weighted_loss(output: Any, target: Any) -> Any:
@@ -34,11 +34,6 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
         return held + (value - held) * weight
 
     return weighted_loss
-
-
-def weighed(target: Any, weights: Tensor, device: torch.device) -> dict[str, Any]:
-    """Return ``target`` with each member's weight, float64 ``[B]``, on ``device``."""
-    return {"target": target, "weight": stacked(sent(weights, device))}
 
 
 def weigh_samples(target: Any, weights: Any, device: torch.device) -> dict[str, Any]:
@@ -66,24 +61,19 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in _parameters(function)
 
 
-def rows_of_weights(weights: Any) -> Any:
-    """Return weights marked as one row per member, unless they are ``[N]`` for all. Raises ValueError."""
-    if isinstance(weights, StackedInput | Ragged):
-        return weights
-    if not isinstance(weights, Tensor) and isinstance(weights, list | tuple) and len(weights):
-        weights = [row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in weights]
-        weights = torch.stack(weights) if all(row.dim() == 0 for row in weights) else stacked(weights)
-    if not isinstance(weights, Tensor):
-        if isinstance(weights, StackedInput | Ragged):
-            return weights
-        weights = torch.as_tensor(weights, device="cpu")
-    if weights.dim() not in (1, 2):
-        raise ValueError(f"weights of shape {list(weights.shape)}: give [N] for all members, or [members, N]")
-    return weights if weights.dim() == 1 else stacked(weights)
+def rows_of_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> Any:
+    """Return weights marked as one row per member, unless they are ``[N]`` for all.
 
-
-def check_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> None:
-    """Raise a ValueError unless there are weights for each of ``rows``, and those of members can be used."""
+    Raises ValueError unless there are weights for each of ``rows``, and those of members can be used.
+    """
+    if isinstance(weights, list | tuple) and len(weights):
+        each = [row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in weights]
+        weights = torch.stack(each) if all(row.dim() == 0 for row in each) else stacked(each)
+    if not isinstance(weights, StackedInput | Ragged):
+        weights = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, device="cpu")
+        if weights.dim() not in (1, 2):
+            raise ValueError(f"weights of shape {list(weights.shape)}: give [N] for all members, or [members, N]")
+        weights = weights if weights.dim() == 1 else stacked(weights)
     if isinstance(weights, Tensor):
         per_row = [weights] * len(rows)
     else:
@@ -101,6 +91,7 @@ def check_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> Non
                 f"weights of member {row} are 0 for all of its samples, of which there is no mean: leave it out of the "
                 "step, by rows="
             )
+    return weights
 
 
 def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,8 +99,15 @@ def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises ValueError for a loss that has no values of single samples.
     """
-    single = _single_losses(loss)
-    reduction, classes = _reduction(loss), _class_options(loss)
+    single, defaults = _single_losses(loss), _parameters(loss)
+    reduction = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else defaults.get("reduction")
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    # The weights of classes and the target to ignore, of a loss whose mean depends on them.
+    classes: dict[str, Any] | None = None
+    if isinstance(function, _CLASS_MODULES):
+        classes = {"weight": function.weight, "ignore_index": function.ignore_index}
+    elif any(function is class_loss for class_loss in _OF_CLASSES):
+        classes = {"weight": defaults["weight"], "ignore_index": defaults["ignore_index"]}
 
     @wraps(loss, updated=())
     def weighted_loss(output: Any, target: Any) -> Any:
@@ -160,22 +158,6 @@ def _parameters(loss: Callable[..., Any]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
-def _reduction(loss: Callable[..., Any]) -> str:
-    value = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else _parameters(loss).get("reduction")
-    return value if value in ("sum", "batchmean") else "mean"
-
-
-def _class_options(loss: Callable[..., Any]) -> dict[str, Any] | None:
-    """The weights of classes and the target to ignore, of a loss whose mean depends on them."""
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    if isinstance(function, _CLASS_MODULES):
-        return {"weight": function.weight, "ignore_index": function.ignore_index}
-    if any(function is class_loss for class_loss in _OF_CLASSES):
-        parameters = _parameters(loss)
-        return {"weight": parameters["weight"], "ignore_index": parameters["ignore_index"]}
-    return None
-
-
 def _class_counts(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return the weight of each element in a mean of cross entropies, in the shape of the losses."""
     if target.shape != losses.shape or target.is_floating_point():
@@ -190,14 +172,9 @@ def _without(output: Any, removed: Tensor) -> Any:
     """Return ``output`` with zeros for removed samples, so that their NaNs reach no gradient."""
 
     def clear(leaf: Any) -> Any:
-        if (
-            not isinstance(leaf, Tensor)
-            or not leaf.dim()
-            or leaf.shape[0] != removed.shape[0]
-            or not leaf.is_floating_point()
-        ):
-            return leaf
-        return torch.where(_like(removed, leaf), 0, leaf)
+        if isinstance(leaf, Tensor) and leaf.shape[:1] == removed.shape and leaf.is_floating_point():
+            return torch.where(_like(removed, leaf), 0, leaf)
+        return leaf
 
     return pytree.tree_map(clear, output, is_leaf=is_stacked)
 

@@ -7,7 +7,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from hfusion.device.worker_process import Failure, Parent, WorkerProcess, why_no
 from hfusion.population.group_step import GroupDraws
 from hfusion.population.grouping import copy_member_state, put_member_state
 from hfusion.population.members import Event
-from hfusion.population.training_group import TrainingGroup
+from hfusion.population.training_group import StepArguments, TrainingGroup
 from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
 from hfusion.torch_private.module_hooks import has_global_hooks
 
@@ -44,7 +44,7 @@ class StepRequest:
 
     draws: int
     step: int
-    arguments: dict[int, tuple[Any, Any, dict[str, Any]]]
+    arguments: dict[int, StepArguments]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class StepAnswer:
     events: list[Event]
     has_drawn: bool
     failure: Failure | None
+
+
+ArgumentsOf = Callable[[TrainingGroup], StepArguments]
 
 
 class MemberWorkers:
@@ -72,40 +75,37 @@ class MemberWorkers:
         self._processes = processes
         self._workers: dict[WorkerProcess, list[TrainingGroup]] = {}
         self._finalizer: Callable[[], object] = lambda: None
-        # The workers that compute now, and the losses of the step.
-        self._computing: list[WorkerProcess] = []
-        self._losses: dict[int, Tensor] = {}
-        self._draws: GroupDraws | None = None
+        # The workers that compute now, with the losses and the draws of the step.
+        self._computing: list[tuple[WorkerProcess, dict[int, Tensor], GroupDraws]] = []
         self._seconds: dict[int, float] = {}
         self._quiet_steps = 0
         self._settings: Any = None
 
     @contextmanager
     def step(
-        self,
-        groups: Sequence[TrainingGroup],
-        draws: GroupDraws,
-        arguments: Callable[[TrainingGroup], tuple[Any, Any, dict[str, Any]]] | None,
-    ) -> Iterator[dict[int, Tensor]]:
-        """Context manager: workers step their members; yields losses by group number, with theirs at the end.
+        self, groups: Sequence[TrainingGroup], draws: GroupDraws, arguments: ArgumentsOf | None
+    ) -> Iterator[tuple[dict[int, Tensor], list[TrainingGroup]]]:
+        """Context manager: workers step their members; yields losses by group number, with theirs at the end, and the
+        groups that no worker owns.
 
         arguments: returns inputs, target and keywords of a group; None if members must step here.
         """
-        is_plain_step = self._processes > 1 and arguments is not None and not _is_observed()
+        # Forks may not have the modes and hooks under which this thread computes.
+        observed = active_autocast() or in_dispatch_mode() or function_modes() or has_global_hooks()
+        is_plain_step = self._processes > 1 and arguments is not None and not observed
         if self._workers and not (is_plain_step and self._settings == _read_settings()):
             self.come_home()
         if is_plain_step and not self._workers and self._quiet_steps >= _QUIET_STEPS:
             self._leave(groups)
         self._quiet_steps += is_plain_step
-        self._losses, self._draws = {}, draws
+        losses, away, updates = dict[int, Tensor](), set[int](), groups[0].table.history.step
         for worker, members in self._workers.items():
             assert arguments is not None
-            worker.call(
-                StepRequest(draws.number, groups[0].table.history.step, {g.number: arguments(g) for g in members})
-            )
-            self._computing.append(worker)
+            worker.call(StepRequest(draws.number, updates, {group.number: arguments(group) for group in members}))
+            self._computing.append((worker, losses, draws))
+            away |= {group.number for group in members}
         try:
-            yield self._losses
+            yield losses, [group for group in groups if group.number not in away]
         finally:
             self._collect()
 
@@ -113,33 +113,25 @@ class MemberWorkers:
         """Wait for the workers that compute. Raises the error of the first member that failed; all others step."""
         failure: BaseException | None = None
         while self._computing:
-            worker = self._computing.pop(0)
+            worker, losses, draws = self._computing.pop(0)
             answer: StepAnswer = worker.poll()
             for number, (loss, dtype) in answer.losses.items():
-                self._losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
+                losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
             history = self._workers[worker][0].table.history
             history.updated |= answer.updated
             history.events.extend(answer.events)
-            assert self._draws is not None
-            self._draws.has_drawn |= answer.has_drawn
+            draws.has_drawn |= answer.has_drawn
             if answer.failure is not None and failure is None:
                 failure = answer.failure.error_of(worker.name)
         if failure is not None:
             self.come_home()
             raise failure
 
-    def owned_here(self, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-        """Return the groups that no worker owns."""
-        away = {group.number for members in self._workers.values() for group in members}
-        return [group for group in groups if group.number not in away]
-
     @contextmanager
     def at_home(self, group: TrainingGroup) -> Iterator[None]:
         """Context manager: a group steps here; a plain one with one thread if others have processes of their own."""
         began = time.perf_counter()
-        with ExitStack() as stack:
-            if group.is_plain and self._processes > 1:
-                stack.enter_context(torch_threads(1))
+        with torch_threads(1) if group.is_plain and self._processes > 1 else nullcontext():
             yield
         self._seconds[group.number] = time.perf_counter() - began
 
@@ -157,12 +149,13 @@ class MemberWorkers:
             loads[least] += self._seconds.get(group.number, 0.0)
             shares[least].append(group)
         self._settings = _read_settings()
-        workers: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, _close, workers)
+        closing = ExitStack()
+        self._finalizer = weakref.finalize(self, closing.close)
         for share in filter(None, shares[1:]):
             name = f"a process of {len(share)} members of the population"
-            workers.append(WorkerProcess(name, partial(_serve, share), workers, _REMEDY))
-            self._workers[workers[-1]] = share
+            worker = WorkerProcess(name, partial(_serve, share), list(self._workers), _REMEDY)
+            closing.callback(worker.close)
+            self._workers[worker] = share
 
     def come_home(self) -> None:
         """Take the state of all members from the workers, and end these. Raises WorkerEnded if one was killed."""
@@ -177,17 +170,6 @@ class MemberWorkers:
                 _put_away_state(group, *states[group.number])
         self._workers = {}
         self._finalizer()
-
-
-def _close(workers: list[WorkerProcess]) -> None:
-    for worker in workers:
-        worker.close()
-    workers.clear()
-
-
-def _is_observed() -> bool:
-    """Return whether this thread computes under modes or hooks that forks may not have."""
-    return bool(active_autocast() or in_dispatch_mode() or function_modes() or has_global_hooks())
 
 
 def _read_settings() -> Any:
@@ -213,36 +195,31 @@ def _may_leave(group: TrainingGroup) -> bool:
 def _serve(members: Sequence[TrainingGroup], parent: Parent) -> Callable[[Any], Any]:
     """Return the function that answers requests in a worker."""
     del parent
+    history = members[0].table.history
 
     def answer(request: StepRequest | None) -> Any:
         if request is None:
             return {group.number: _state_to_send(group) for group in members}
-        return _stepped(members, request)
+        before, losses, failure = len(history.events), {}, None
+        history.step, history.updated = request.step, False
+        draws = GroupDraws(_CPU)
+        draws.number = request.draws
+        for group in members:
+            try:
+                with draws.of_group(group.key):
+                    loss = group.step(request.arguments[group.number])
+            except BaseException as error:
+                failure = Failure(error)
+                break
+            losses[group.number] = float(loss), loss.dtype
+        return StepAnswer(losses, history.updated, history.events[before:], draws.has_drawn, failure)
 
     return answer
 
 
-def _stepped(members: Sequence[TrainingGroup], request: StepRequest) -> StepAnswer:
-    history = members[0].table.history
-    before, losses, failure = len(history.events), {}, None
-    history.step, history.updated = request.step, False
-    draws = GroupDraws(_CPU)
-    draws.number = request.draws
-    for group in members:
-        inputs, target, keywords = request.arguments[group.number]
-        try:
-            with draws.of_group(group.key):
-                loss = group.step(inputs, target, None, None, keywords)
-        except BaseException as error:
-            failure = Failure(error)
-            break
-        losses[group.number] = float(loss), loss.dtype
-    return StepAnswer(losses, history.updated, history.events[before:], draws.has_drawn, failure)
-
-
 def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[str, Tensor], bytes]:
     """Return what steps change of a member: its tables, its tensors and its Python attributes."""
-    state = copy_member_state(group, 0).tables
+    _, state = copy_member_state(group, 0)
     tables = {name: table.to("cpu") for name, table in state.items() if name not in ("best", "schedule")}
     return tables, {name: tensor.detach() for name, tensor in tensors(group.model)}, _packed_attributes(group.model)
 
@@ -266,21 +243,15 @@ def _packed_attributes(model: nn.Module) -> bytes:
     names: dict[int, tuple[str, str]] = {id(tensor): ("tensor", name) for name, tensor in tensors(model)}
     names |= {id(module): ("module", path) for path, module in model.named_modules()}
     file = io.BytesIO()
-
-    class AttributePickler(pickle.Pickler):
-        def persistent_id(self, obj: object) -> tuple[str, str] | None:
-            return names.get(id(obj))
-
-    AttributePickler(file).dump({path: dict(python_attributes(module)) for path, module in model.named_modules()})
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = lambda value: names.get(id(value))  # type: ignore[method-assign]
+    pickler.dump({path: dict(python_attributes(module)) for path, module in model.named_modules()})
     return file.getvalue()
 
 
 def _unpacked_attributes(data: bytes, model: nn.Module) -> dict[str, dict[str, Any]]:
     parts = {"tensor": dict(tensors(model)), "module": dict(model.named_modules())}
-
-    class AttributeUnpickler(pickle.Unpickler):
-        def persistent_load(self, key: tuple[str, str]) -> Any:
-            return parts[key[0]][key[1]]
-
-    values: dict[str, dict[str, Any]] = AttributeUnpickler(io.BytesIO(data)).load()
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = lambda key: parts[key[0]][key[1]]  # type: ignore[method-assign]
+    values: dict[str, dict[str, Any]] = unpickler.load()
     return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -18,7 +18,6 @@ from hfusion.core.errors import NonFiniteError
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member, member_rows
-from hfusion.core.row_indices import check_once
 from hfusion.optim.group import membership_of
 
 if TYPE_CHECKING:
@@ -257,17 +256,6 @@ def check_name(tag: Any, taken: Sequence[str | None]) -> None:
         raise ValueError(f"tag={tag!r} is the name of the member in row {taken.index(tag)}: give another")
 
 
-def check_start(rows: Sequence[int], tags: Sequence[str | None], taken: Sequence[str | None], models: int) -> None:
-    """Raise a ValueError unless as many members can start in these rows; ``taken``: the present names by row."""
-    check_once(rows)
-    if not len(rows) == models == len(tags):
-        raise ValueError(f"{models} models with {len(tags)} tags for {len(rows)} rows: give one for each")
-    for row in rows:
-        if row < len(taken) and taken[row] is not None:
-            free = [other for other, tag in enumerate(taken) if tag is None]
-            raise ValueError(f"row {row} is taken by {taken[row]!r}: stop it first; rows {free} are free")
-
-
 def nonfinite(members: Sequence[tuple[int, str]], step: int) -> NonFiniteError:
     """Return the error for members, as pairs of row and name, that are not finite in a step."""
     shown = ", ".join(f"{tag!r} (row {row})" for row, tag in sorted(members))
@@ -300,9 +288,6 @@ class Models(Sequence[nn.Module | None]):
             return [self[row] for row in range(*index.indices(len(self)))]
         slot = self._population._layout.slots[index]
         return None if slot is None else slot[0].member(slot[1])
-
-    def __iter__(self) -> Iterator[nn.Module | None]:
-        return (self[row] for row in range(len(self)))
 
 
 def listed(name: str, value: Any, kind: type) -> list[Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import chain
 from operator import is_
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.member_functions import MemberFunction
+from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import check_materialized, tensors
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked
@@ -22,10 +22,9 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, is_per_member, mark, membership
 from hfusion.core.step_arguments import check_losses
-from hfusion.device.backend import active_autocast
+from hfusion.device.backend import active_autocast, without_autocast
 from hfusion.population.evaluation import evaluating_model, with_row
 from hfusion.population.group_options import GroupOptions
-from hfusion.population.members import History
 from hfusion.population.training_group import TrainingGroup
 
 
@@ -39,43 +38,33 @@ class PlainGroup(TrainingGroup):
     is_plain = True
 
     @property
-    def model(self) -> nn.Module:
-        return self.fused
-
-    @property
     def kind(self) -> type[nn.Module]:
-        return type(self.model)
+        return type(self.fused)
 
     def member(self, row: int) -> nn.Module:
-        return self.model
+        return self.fused
 
     read = member
 
     def copied(self, row: int) -> nn.Module:
         # This works even if the user has changed the model to one that its optimizer does not fit.
-        return module_copy(self.model, {id(p): p for p in self.model.parameters() if _is_shared(p)})
-
-    def outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return with_row(self.model(*of_row(args), **of_row(kwargs)))
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return evaluating_model(self.model)
+        return module_copy(self.fused, {id(p): p for p in self.fused.parameters() if _is_shared(p)})
 
     def __getstate__(self) -> dict[str, Any]:
-        listed = {"_loss", "_dicts", "_objects", "_named", "_parameters", "_all_named", "_buffers"}
+        listed = {"_loss", "_tensors", "_named", "_all_named", "_buffers"}
         state = {name: value for name, value in super().__getstate__().items() if name not in listed}
-        return {**state, "_shared": [name for name, tensor in tensors(self.model) if _is_shared(tensor)]}
+        return {**state, "_shared": [name for name, tensor in tensors(self.fused) if _is_shared(tensor)]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of a Parameter has lost its mark.
         mark_plain(state["fused"], state["_shared"])
         super().__setstate__(state)
 
-    def _prepare(self, expected_calls: Iterable[str]) -> None:
+    def _prepare(self) -> None:
         self._list_tensors()
-        super()._prepare(expected_calls)
+        super()._prepare()
 
-    def _make_step(self, expected_calls: Iterable[str]) -> None:
+    def _make_step(self) -> None:
         self._loss = self._weighted_loss()
 
     @property
@@ -93,12 +82,10 @@ class PlainGroup(TrainingGroup):
             target = of_row(target)
         self.drop_gradients()
         with torch.enable_grad():
-            loss = self._loss(self.model(*args, **kwargs), target)
+            loss = self._loss(self.fused(*args, **kwargs), target)
             check_losses(loss, trains=any(param.requires_grad for param in self.parameters()))
-            with ExitStack() as stack:
-                # As torch advises: an autocast is for forward and loss.
-                for kind, _ in active_autocast() or ():
-                    stack.enter_context(torch.autocast(kind, enabled=False))
+            # As torch advises: an autocast is for forward and loss.
+            with without_autocast(active_autocast()):
                 if loss.requires_grad:
                     loss.backward()
         losses: Tensor = loss.detach().reshape(1)
@@ -106,24 +93,18 @@ class PlainGroup(TrainingGroup):
         return losses
 
     def _list_tensors(self) -> None:
-        """Cache the tensors: a step reads them five times, and walking the modules took half its overhead."""
-        names = ("_parameters", "_buffers", "_modules")
-        self._dicts = [getattr(module, name) for module in self.model.modules() for name in names]
-        self._objects = self._values()
-        self._named = tuple(self.model.named_parameters())
-        self._parameters = tuple(parameter for _, parameter in self._named)
-        self._all_named = tuple(self.model.named_parameters(remove_duplicate=False))
-        self._buffers = tuple(name for name, _ in self.model.named_buffers())
-
-    def _values(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+        """Cache the tensors, which a step reads five times: walking the modules each time took half its overhead."""
+        self._tensors = [tensor for _, tensor in tensors(self.fused)]
+        self._named = tuple(self.fused.named_parameters())
+        self._all_named = dict(self.fused.named_parameters(remove_duplicate=False))
+        self._buffers = [name for name, _ in self.fused.named_buffers()]
 
     def settle(self) -> None:
         """Raise a FusionError if the model has other parameters than the optimizer; buffers may be replaced."""
-        values = self._values()
-        if len(values) == len(self._objects) and all(map(is_, values, self._objects)):
+        present = [tensor for _, tensor in tensors(self.fused)]
+        if len(present) == len(self._tensors) and all(map(is_, present, self._tensors)):
             return
-        current, known = dict(self.model.named_parameters(remove_duplicate=False)), dict(self._all_named)
+        current, known = dict(self.fused.named_parameters(remove_duplicate=False)), self._all_named
         held, known_ids = set(map(id, current.values())), set(map(id, known.values()))
         odd = [
             f"it has another parameter {name}" if name in current else f"it has no parameter {name} any more"
@@ -137,18 +118,18 @@ class PlainGroup(TrainingGroup):
                 "Undo it, or stop the member, change its model and start it again: model = pop.stop(row); ...; "
                 "pop.start(row, model)"
             )
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.fused.named_parameters():
             mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
         self._list_tensors()
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        return self._parameters
+        return [parameter for _, parameter in self._named]
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self._named
 
     def each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
-        fn(self.model, *of_row(args), **of_row(kwargs))
+        fn(self.fused, *of_row(args), **of_row(kwargs))
 
     @property
     def active_rows(self) -> list[int]:
@@ -157,28 +138,22 @@ class PlainGroup(TrainingGroup):
         return [row for row in self.table.live if trains and not bool(self.table["frozen"][row])]
 
 
-def group_of(
-    models: Sequence[nn.Module],
-    options: GroupOptions,
-    origins: Sequence[int],
-    shared: Collection[int],
-    history: History,
-) -> TrainingGroup:
+def group_of(models: list[nn.Module], options: GroupOptions, rows: list[int], shared: Collection[int]) -> TrainingGroup:
     """Return a group of copies of ``models``: an array, or a plain group if there is one. Raises FusionError.
 
     Args:
-        origins: for each model, the initial member of the population whose options it has.
+        rows: for each model, the initial member of the population whose options it has.
         shared: ids of the frozen parameters that members of other groups hold, too. A plain group does not copy them.
     """
     if len(models) > 1:
-        return TrainingGroup.begin(fuse(list(models)), options, origins, history)
+        return TrainingGroup(fuse(models), options, rows)
     (model,) = models
     check_materialized(model, "the model")
     around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
     names = [name for name, tensor in tensors(model) if id(tensor) in around]
     copied = module_copy(model, dict(around))
     mark_plain(copied, names)
-    return PlainGroup.begin(copied, options, origins, history)
+    return PlainGroup(copied, options, rows)
 
 
 def mark_plain(model: nn.Module, shared: Collection[str]) -> None:
@@ -189,6 +164,18 @@ def mark_plain(model: nn.Module, shared: Collection[str]) -> None:
 
 def _is_shared(tensor: Tensor) -> bool:
     return membership(tensor) is not None and not is_per_member(tensor)
+
+
+def member_outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the outputs, with a leading dim of members, of an array or the model of a plain group."""
+    if isinstance(module, FusedModule):
+        return module(*args, **kwargs)
+    return with_row(module(*of_row(args), **of_row(kwargs)))
+
+
+def evaluating_members(module: nn.Module) -> AbstractContextManager[None]:
+    """Context manager: an array or the model of a plain group is in eval mode."""
+    return module.evaluating() if isinstance(module, FusedModule) else evaluating_model(module)
 
 
 def of_row(value: Any) -> Any:

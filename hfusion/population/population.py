@@ -27,26 +27,17 @@ from hfusion.core.step_arguments import Compile
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.population import grouping
 from hfusion.population.evaluation import check_entries, evaluate
 from hfusion.population.group_options import GroupOptions, OnNonfinite
 from hfusion.population.group_step import one_update, step_groups
-from hfusion.population.grouping import (
-    TWINS,
-    Candidates,
-    MemberLayout,
-    PopulationGroup,
-    copy_members,
-    grouped,
-    part,
-    shared_frozen,
-    start,
-)
+from hfusion.population.grouping import TWINS, Candidates, MemberLayout, PopulationGroup
 from hfusion.population.hparams import Hparams, MemberSchedules
-from hfusion.population.loss_weights import check_keyword, check_weights, rows_of_weights
+from hfusion.population.loss_weights import check_keyword, rows_of_weights
 from hfusion.population.member_workers import MemberWorkers
 from hfusion.population.members import Event, EventKind, History, Models, key_of, listed, new_names
 from hfusion.population.plain_group import group_of
-from hfusion.population.saving import gathered, load
+from hfusion.population.saving import gathered, load, load_run
 from hfusion.population.training_group import TrainingGroup
 from hfusion.population.weights import BestMembers, average
 from hfusion.torch_private.module_hooks import has_step_hooks
@@ -136,53 +127,48 @@ class Population:
             memory=memory,
             processes=processes,
         )
-        self._begin(len(models), options)
+        self._begin(options)
         if tags is not None and len(tags) != len(models):
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
         names = new_names(tags or [None] * len(models), [], self._history)
         self._history.events += [Event(0, name, EventKind.START) for name in names]
-        rows = tuple(range(len(models)))
-        candidates = [Candidates(rows, TWINS)] if isinstance(models, FusedModule) else grouped(models)
+        twins = Candidates(tuple(range(len(models))), TWINS)
+        candidates = [twins] if isinstance(models, FusedModule) else grouping.grouped(models)
         self._parted = len(candidates) > 1
-        self._form(candidates, models, rows, names, scaler)
+        self._form(candidates, models, names, scaler)
 
-    def _form(
-        self,
-        candidates: Sequence[Candidates],
-        models: Any,
-        rows: Sequence[int],
-        names: Sequence[str],
-        scaler: GradScaler | None,
-    ) -> None:
-        """Create the groups of the first members, of which each has a model, a row and a name.
+    def _form(self, candidates: Sequence[Candidates], models: Any, tags: Sequence[str | None], scaler: Any) -> None:
+        """Create the groups of the first members.
 
-        ``scaler``: the user's, which the only array has itself.
+        Args:
+            tags: the names by row, None for a free row. There is a model for each name.
+            scaler: the user's, which the only array has itself.
         """
-        shared = shared_frozen(models) if self._parted else ()
+        members = [(row, name) for row, name in enumerate(tags) if name is not None]
+        shared = grouping.shared_frozen(models) if self._parted else ()
         for candidate in candidates:
-            places = [rows[index] for index in candidate.models]
+            rows = [members[index][0] for index in candidate.models]
             if self._parted:
-                of_group = [models[index] for index in candidate.models]
-                group = group_of(of_group, self._options, places, shared, self._history)
+                group = group_of([models[index] for index in candidate.models], self._options, rows, shared)
             else:
                 array = models if isinstance(models, FusedModule) else fuse(list(models))
-                group = TrainingGroup.begin(array, self._options, places, self._history)
+                group = TrainingGroup(array, self._options, rows)
                 if scaler is not None:
                     scaler.begin(self._size)
-                    scaler.table.arrange(places)
+                    scaler.table.arrange(rows)
                     group.scaler = scaler
-            self._add(group, places, candidate.why, names=[names[index] for index in candidate.models])
+            self._add(group, rows, candidate.why, [members[index][1] for index in candidate.models])
         self._changed()
 
-    def _begin(self, size: int, options: GroupOptions) -> None:
-        """Create a population of ``size`` rows without groups."""
-        self._size, self._options = size, options
-        # In the order in which they are stepped.
+    def _begin(self, options: GroupOptions) -> None:
+        """Create a population without groups."""
+        self._size, self._options = options.total, options
+        # In the order of their first rows, in which they are stepped.
         self._held_groups: list[TrainingGroup] = []
         # Whether there have been several groups: they draw random numbers apart from each other from then on.
         self._parted = False
         self._numbers = 0
-        self._history: History = History()
+        self._history: History = options.history
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self._prepare()
 
@@ -237,15 +223,8 @@ class Population:
                 "has hooks of its step: use register_gradient_hook, or each after step, which are for all members"
             )
 
-    def _add(
-        self,
-        group: TrainingGroup,
-        rows: Sequence[int | None],
-        why: str,
-        at: int | None = None,
-        names: Sequence[str] = (),
-    ) -> None:
-        """Add a group whose members are in ``rows``, at an index or at the end; ``names``: those of new members."""
+    def _add(self, group: TrainingGroup, rows: Sequence[int | None], why: str, names: Sequence[str] = ()) -> None:
+        """Add a group whose members are in ``rows``; ``names``: those of new members."""
         group.why, group.table["row"] = why, list(rows)
         for local, name in enumerate(names):
             group.table.enter(local, name, rows[local])
@@ -253,12 +232,12 @@ class Population:
         group.gradient_hooks = self._gradient_hooks
         self._numbers += 1
         group.number = self._numbers
-        self._held_groups.insert(len(self._held_groups) if at is None else at, group)
+        self._held_groups.append(group)
         self._held_layout = None
 
     def _changed(self) -> None:
-        """Remove groups without members, and compute the layout again when it is needed."""
-        live = [group for group in self._held_groups if group.live]
+        """Remove groups without members, sort the others, and compute the layout again when it is needed."""
+        live = sorted((group for group in self._held_groups if group.live), key=lambda group: min(group.live))
         self._parted |= live not in ([], self._held_groups[:1])
         if self._parted:
             self._held_groups = live
@@ -278,7 +257,7 @@ class Population:
     def _layout(self) -> MemberLayout:
         self._workers.come_home()
         if self._held_layout is None:
-            self._held_layout = MemberLayout.of(self._held_groups, self._size)
+            self._held_layout = MemberLayout(self._held_groups, self._size)
         return self._held_layout
 
     def __repr__(self) -> str:
@@ -400,9 +379,7 @@ class Population:
         check_entries((args, kwargs), self._size)
         chosen = self.active_rows if rows is None else self._chosen(rows)
         for group, places in self._by_group(chosen):
-            entries = group.entries()
-            positional = [take_entries(value, entries) for value in args]
-            named = {name: take_entries(value, entries) for name, value in kwargs.items()}
+            positional, named = take_entries((args, kwargs), group.entries())
             group.each(as_each(fn), places, *positional, **named)
 
     def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
@@ -450,18 +427,17 @@ class Population:
                     raise ValueError("rows=[] is empty: give the row of at least one member")
                 check_entries((inputs, target, keywords), rows)
             if weights is not None:
-                weights = rows_of_weights(weights)
-                check_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
+                weights = rows_of_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
             if not self._parted:
                 (group,) = self._held_groups
                 try:
-                    return group.step(inputs, target, rows, weights, keywords)
+                    return group.step((inputs, target, keywords), rows, weights)
                 except ForwardsDiffer as error:
-                    part(self, group, error, rows)
+                    grouping.part(self, group, error, rows)
                 finally:
                     self._history.end_step()
             with one_update(self):
-                return step_groups(self, inputs, target, rows, weights, keywords)
+                return step_groups(self, (inputs, target, keywords), rows, weights)
 
     @in_turn
     def start(
@@ -489,7 +465,7 @@ class Population:
                 ones, or a value is invalid.
         """
         numbers = {"clip_norm": clip_norm, "clip_value": clip_value, "accumulate": accumulate}
-        return start(self, row, model, tag, scheduler, numbers, hypers)
+        return grouping.start(self, row, model, tag, scheduler, numbers, hypers)
 
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
         """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""
@@ -509,7 +485,9 @@ class Population:
         slots = [self._layout.slot_of(member_row) for member_row in rows]
         models = [group.copied(local) for group, local in slots]
         for group, local in slots:
-            group.leave(local)
+            group.table.note(local, EventKind.STOP)
+            group.release([local])
+            group.table.clear_updates([local])
         self._changed()
         return models[0] if single else models
 
@@ -523,7 +501,7 @@ class Population:
         Raises:
             ValueError: ``src`` is free or frozen, or rows are out of range or written twice.
         """
-        copy_members(self, pairs(src, dst, self._size))
+        grouping.copy_members(self, pairs(src, dst, self._size))
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:
@@ -541,7 +519,7 @@ class Population:
         """
         live = self._layout.live
         resized = [group.compact() for group in self._groups]
-        if self._parted or resized[0]:
+        if self._parted or any(resized):
             moved = {row: index for index, row in enumerate(live)}
             for group in self._groups:
                 group.table["row"] = [None if row is None else moved[row] for row in group.rows]
@@ -597,8 +575,7 @@ class Population:
         Raises:
             ValueError: rows are out of range, free or repeated, members differ in shape, or weights are invalid.
         """
-        targets = None if into is None else self._chosen(None if isinstance(into, str) and into == "all" else into)
-        return average(self, self._chosen(rows), weights, targets, optimizer)
+        return average(self, rows, weights, into, optimizer)
 
     def save(
         self,
@@ -659,5 +636,5 @@ class Population:
         """
         options |= {"optimizer": optimizer, "loss": loss, "scheduler": scheduler}
         population = cls.__new__(cls)
-        load(population, directory, make_model, tags, loader, random, options)
+        load_run(population, load(population, directory, make_model, tags, options), loader, random)
         return population

@@ -13,7 +13,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import GROUPS, OWN, SaveReader
-from hfusion.checkpoint.save import Root, SaveWriter, gather, groups_of, saves_of, writing
+from hfusion.checkpoint.save import SaveWriter, gather, groups_of, saves_of, writing
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
@@ -37,9 +37,23 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
     writer.run(loader, extra, [group.fused for group in groups])
     bodies = []
     for number, group in enumerate(groups):
-        of_group = _gathered_group(group)
-        bodies.append(of_group.body)
-        writer.tensors |= {f"{GROUPS}{number}/{key}": tensor for key, tensor in of_group.tensors.items()}
+        table = group.table
+        group.settle()
+        part = SaveWriter(table.live, {"members": [table.tag(row) for row in table.live]}, {})
+        gather(part, group.fused, group.optimizer, group.scheduler, group.scaler)
+        for kind, saved in (("member", table), ("best", group.best)):
+            for name, column in saved.columns.items():
+                if isinstance(column, Tensor):
+                    part.store_rows(f"{kind}/{name}", column)
+        part.body["numbers begun"] = encode(group.options.initial, {}, "numbers begun")
+        part.body["on_nonfinite"] = group.options.on_nonfinite
+        part.body["group"] = {
+            "rows": table["tag"],
+            "first": group._widths.first,
+            "known": group.known_calls,
+        }
+        bodies.append(part.body)
+        writer.tensors |= {f"{GROUPS}{number}/{key}": tensor for key, tensor in part.tensors.items()}
     writer.body |= {
         "members": [name for body in bodies for name in body["members"]],
         "groups": bodies,
@@ -53,36 +67,11 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
     return writer
 
 
-def _gathered_group(group: TrainingGroup) -> SaveWriter:
-    """Return copies of all that is saved of one group."""
-    table = group.table
-    group.settle()
-    writer = SaveWriter(table.live, {"members": [table.tag(row) for row in table.live]}, {})
-    gather(writer, group.fused, group.optimizer, group.scheduler, group.scaler)
-    for kind, saved in group.saved_tables().items():
-        for name, column in saved.columns.items():
-            if isinstance(column, Tensor):
-                writer.store_rows(f"{kind}/{name}", column)
-    writer.body["numbers begun"] = encode(group.options.initial, {}, "numbers begun")
-    writer.body["on_nonfinite"] = group.options.on_nonfinite
-    writer.body["group"] = {
-        "rows": table["tag"],
-        "first": group._widths.first,
-        "known": group.known_calls,
-    }
-    return writer
-
-
 def load(
-    population: Population,
-    root: Root | Sequence[Root],
-    make_model: Callable[..., nn.Module],
-    names: str | Sequence[str] | None,
-    loader: Any,
-    random: bool,
-    arguments: dict[str, Any],
-) -> None:
-    """Load the members of the latest saves into a population without any; see `hfusion.Population.load`.
+    population: Population, root: Any, make_model: Callable[..., nn.Module], names: Any, arguments: dict[str, Any]
+) -> Sequence[Saved]:
+    """Load the members of the latest saves into a population without any, and return the saves; see
+    `hfusion.Population.load`.
 
     arguments: those of the population that the user has passed; ``scheduler`` may be a dict by name.
     """
@@ -95,8 +84,15 @@ def load(
             for number, group_save in enumerate(groups_of(saved)):
                 groups.append(group_save)
                 where |= dict.fromkeys(group_save.body["members"], (save, number))
-    rows = _names_by_row(saves, groups, [names] if isinstance(names, str) else names)
-    tags = [tag for tag in rows if tag is not None]
+    tags = list(SaveReader.of(groups, [names] if isinstance(names, str) else names).tags)
+    if twice := sorted({name for name in tags if tags.count(name) > 1}):
+        raise CheckpointError(f"{twice[0]!r} is named twice: load it once, and give it more rows by pop.copy")
+    # By row: as saved if all members of one save are loaded, else without free rows.
+    rows: list[str | None] = [*tags]
+    if names is None and len(saves) == 1:
+        with wrap_load_errors(saves[0].path):
+            rows = list(saves[0].body["population"]["rows"])
+        tags = [tag for tag in rows if tag is not None]
     counted = "accumulate" in arguments
     if "on_nonfinite" not in arguments:
         arguments["on_nonfinite"] = SaveReader.of(groups, tags).agreed("on_nonfinite")
@@ -114,30 +110,24 @@ def load(
     options = GroupOptions(len(rows), **arguments)
     candidates = [part for found in grouped(models) for part in _as_saved(found, [where[tag] for tag in tags])]
     candidates.sort(key=lambda candidate: candidate.models[0])
-    population._begin(len(rows), options)
+    population._begin(options)
     population._parted = len(candidates) > 1 or not all(arrays)
-    places = [rows.index(tag) for tag in tags]
-    population._form(candidates, models, places, tags, arguments.get("scaler"))
+    population._form(candidates, models, rows, arguments.get("scaler"))
     for group in population._groups:
         held = group.table["tag"]
         reader = SaveReader.of([saved for saved in groups if not set(held).isdisjoint(saved.body["members"])], held)
         _restore(group, reader, counted)
         if group is population._groups[0]:
             # Members that join begin as those of the first group did.
-            _keep_initial_values(options, group, reader, counted)
+            options.initial_hypers = [dict(values) for values in group.optimizer.initial_values]
+            if options.scaler is not None and group.scaler is not None:
+                options.scaler.initial_values = dict(group.scaler.initial_values)
+            begun = reader.initial_hyperparameters("numbers begun")
+            options.initial |= {name: begun[name] for name in begun if name in LIMITS or not counted}
     if not population._parted:
         _spread(population.array, groups, rows)
     population._changed()
-    _load_run(population, saves, loader, random)
-
-
-def _keep_initial_values(options: GroupOptions, group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
-    """Keep the values that the members of a group once began with, which those that join get by default."""
-    options.initial_hypers = [dict(values) for values in group.optimizer.initial_values]
-    if options.scaler is not None and group.scaler is not None:
-        options.scaler.initial_values = dict(group.scaler.initial_values)
-    begun = reader.initial_hyperparameters("numbers begun")
-    options.initial |= {name: begun[name] for name in begun if name in LIMITS or not counted}
+    return saves
 
 
 def _spread(group: TrainingGroup, saves: Sequence[Saved], rows: Sequence[str | None]) -> None:
@@ -152,7 +142,7 @@ def _spread(group: TrainingGroup, saves: Sequence[Saved], rows: Sequence[str | N
     group._step.at_once = group._widths.at_once(len(rows))
 
 
-def _load_run(population: Population, saves: Sequence[Saved], loader: Any, random: bool) -> None:
+def load_run(population: Population, saves: Sequence[Saved], loader: Any, random: bool) -> None:
     """Restore the history, and from the first save the position of the loader and the random generators."""
     steps = [0]
     for saved in saves:
@@ -169,20 +159,6 @@ def _load_run(population: Population, saves: Sequence[Saved], loader: Any, rando
             loader.load_state_dict(position)
         if random:
             first.random(*(group.fused for group in population._groups))()
-
-
-def _names_by_row(saves: Sequence[Saved], groups: Sequence[Saved], names: Sequence[str] | None) -> list[str | None]:
-    """Return the names by row: as saved if all members of one save are loaded, else without free rows.
-
-    Raises CheckpointError.
-    """
-    tags = SaveReader.of(groups, names).tags
-    if twice := sorted({name for name in tags if tags.count(name) > 1}):
-        raise CheckpointError(f"{twice[0]!r} is named twice: load it once, and give it more rows by pop.copy")
-    if names is not None or len(saves) > 1:
-        return list(tags)
-    with wrap_load_errors(saves[0].path):
-        return list(saves[0].body["population"]["rows"])
 
 
 def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list[Candidates]:
@@ -210,7 +186,7 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
     with wrap_load_errors(reader.path):
         writing(reader, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)()
         given = group.table["accumulate"].clone()
-        for kind, table in group.saved_tables().items():
+        for kind, table in (("member", group.table), ("best", group.best)):
             _load_table(reader, f"{OWN}{kind}/", table, dict(tensors(group.fused)))
         if counted:
             if bool(((group.table["done"] > 0) & (group.table["accumulate"] != given)).any()):

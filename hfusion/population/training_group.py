@@ -6,13 +6,12 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hfusion.array.array_editing import rearrange as rearrange_array
 from hfusion.array.array_editing import written_keys
@@ -20,24 +19,28 @@ from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of, tensors
-from hfusion.core.calls import Ragged, StackedInput, is_stacked
+from hfusion.core.calls import stacked, take_entries
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import Widths
-from hfusion.optim import FusedOptimizer, GradScaler, clip_grad_norm_, clip_grad_value_
+from hfusion.device.backend import sent
+from hfusion.optim import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.clip import overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.optimizer_rows import GatheredState
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.group_options import GroupOptions
-from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighed, weighted
-from hfusion.population.members import EventKind, GroupTable, History, key_of, no_best, written_rows
+from hfusion.population.group_options import GroupOptions, check_numbers
+from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighted
+from hfusion.population.members import GroupTable, key_of, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
+
+StepArguments = tuple[Any, Any, dict[str, Any]]
+"""Inputs, target and keywords of a step."""
 
 # Number of elements up to which one thread checks as fast as several.
 _ONE_THREAD = 1 << 20
@@ -65,27 +68,13 @@ class TrainingGroup:
     _weighs_samples = False
     # Whether a member accumulates the gradients of several calls, as of this step.
     _sums = False
+    # Kinds of calls for which the step of the group that this is a copy of had programs.
+    _expected_calls: Sequence[str] = ()
     # The kind of loss that the step was made for: with weights of calls, with weights of samples.
     _made_for = (False, False)
 
-    def __init__(
-        self,
-        module: FusedModule,
-        optimizer: FusedOptimizer,
-        scheduler: PerMember | None,
-        scaler: GradScaler | None,
-        options: GroupOptions,
-        table: GroupTable,
-    ) -> None:
-        self.fused, self.optimizer, self.scheduler, self.scaler = module, optimizer, scheduler, scaler
-        self.options, self.table, self.best = options, table, no_best(table.rows)
-        self.gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
-        self._widths = Widths(table.rows)
-        self._prepare(())
-
-    @classmethod
-    def begin(cls, module: Any, options: GroupOptions, origins: Sequence[int], history: History) -> TrainingGroup:
-        """Return a group of new members.
+    def __init__(self, module: Any, options: GroupOptions, origins: Sequence[int]) -> None:
+        """Create a group of new members.
 
         Args:
             module: the array, or the model of a `PlainGroup`.
@@ -95,43 +84,47 @@ class TrainingGroup:
             FusionError: members train a parameter together.
         """
         check_own(module.parameters())
-        optimizer, makes = options.optimizer_of(module, origins), options.schedules
-        scheduler = None if makes is None else PerMember(optimizer, [makes[row] for row in origins])
-        table = GroupTable(options.numbers.take(origins), history)
-        for name in options.initial.keys() - table.columns.keys():
+        self.fused: FusedModule = module
+        self.options, self.optimizer, makes = options, options.optimizer_of(module, origins), options.schedules
+        self.scheduler = None if makes is None else PerMember(self.optimizer, [makes[row] for row in origins])
+        self.scaler = None if options.scaler is None else options.scaler.of_rows(origins)
+        self.table, self.best = GroupTable(options.numbers.take(origins), options.history), no_best(len(origins))
+        for name in options.initial.keys() - self.table.columns.keys():
             # A save has limits that the population was not given.
-            table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
-        scaler = None if options.scaler is None else options.scaler.of_rows(origins)
-        return cls(module, optimizer, scheduler, scaler, options, table)
+            self.table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
+        self.gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
+        self._widths = Widths(len(origins))
+        self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
         dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "_written"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
-        return {**state, "known": self.known_calls}
+        return {**state, "_expected_calls": self.known_calls}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: value for name, value in state.items() if name != "known"})
-        self._prepare(state["known"])
+        vars(self).update(state)
+        self._prepare()
 
-    def _prepare(self, expected_calls: Iterable[str]) -> None:
-        """Create the step. ``expected_calls``: calls for which an earlier step had programs."""
+    def _prepare(self) -> None:
+        """Create what no copy has."""
         self._finite = FiniteCheck()
         self._shared_parameters = [p for p in self.parameters() if not is_per_member(p)]
         # A small group for some of the members, with its array and optimizer.
         self._chosen: tuple[TrainingGroup, GatheredRows, GatheredState] | None = None
         # By key, what forward may write to, as it was before the present call.
         self._before: dict[str, Tensor] = {}
-        self._make_step(expected_calls)
+        self._make_step()
 
-    def _make_step(self, expected_calls: Iterable[str]) -> None:
+    def _make_step(self) -> None:
         options = self.options
         self._step = train_step(
             self.fused, self._weighted_loss(), self.optimizer, compile=options.compile, memory=options.memory
         )
         self._step.update = self._finish
         self._step.at_once = self._widths.at_once(len(self))
-        self._step.expected_calls |= set(expected_calls)
+        self._step.expected_calls |= set(self._expected_calls)
+        self._expected_calls = ()
         this = weakref.ref(self)
 
         def hold_written(program: Any) -> None:
@@ -184,8 +177,8 @@ class TrainingGroup:
 
     @property
     def model(self) -> nn.Module:
-        """One of the members, as a module around its tensors."""
-        return self.fused._member(0)
+        """One of the members, as a module around its tensors, to read it."""
+        return self.read(0)
 
     def member(self, row: int) -> nn.Module:
         """Return the member in a row, live."""
@@ -198,14 +191,6 @@ class TrainingGroup:
     def copied(self, row: int) -> nn.Module:
         """Return a copy of a member that shares the frozen parameters of all members."""
         return copied_member(self.fused, row)
-
-    def outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the members' outputs with a leading dim of members."""
-        return self.fused(*args, **kwargs)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Context manager for eval mode."""
-        return self.fused.evaluating()
 
     def settle(self) -> None:
         """Apply what the user has done to members, or raise a FusionError for what does not fit the optimizer."""
@@ -238,13 +223,9 @@ class TrainingGroup:
         """All that each member has besides the tensors of its model: live tables by name."""
         return {**self.own_tables(), **self.optimizer.tables()}
 
-    def saved_tables(self) -> dict[str, MemberTable]:
-        """The tables whose columns a save holds beside the optimizer, scheduler and scaler."""
-        return {"member": self.table, "best": self.best}
-
     def own_tables(self) -> dict[str, MemberTable]:
         """The tables of what members have besides tensors and optimizer state, by name."""
-        tables = self.saved_tables()
+        tables: dict[str, MemberTable] = {"member": self.table, "best": self.best}
         if self.scaler is not None:
             self.scaler.begin(len(self))
             tables["scaler"] = self.scaler.table
@@ -261,14 +242,15 @@ class TrainingGroup:
 
     # Steps and updates.
 
-    def step(self, inputs: Any, target: Any, rows: list[int] | None, weights: Any, keywords: dict[str, Any]) -> Tensor:
+    def step(self, arguments: StepArguments, rows: list[int] | None = None, weights: Any = None) -> Tensor:
         """Train all members, or those in ``rows`` of the group. Returns losses ``[rows of the group]``.
 
         ``weights``: None, or what `hfusion.population.loss_weights.rows_of_weights` returns.
         """
         columns = self.table.columns
         if rows is not None and rows != list(range(self.table.rows)):
-            return self._step_some(rows, (inputs, target, weights, keywords))
+            return self._step_some(rows, arguments, weights)
+        inputs, target, keywords = arguments
         if weights is not None or self._weighs_samples:
             if not self._weighs_samples:
                 sample_weighted(self.options.loss)
@@ -278,11 +260,11 @@ class TrainingGroup:
             check_own(self._shared_parameters)
         self._sums = bool((columns["accumulate"] > 1).any())
         if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
-            self._make_step(())
+            self._make_step()
         if self._made_for[0]:
             shares = columns["accumulate"].double().reciprocal()
             shares = shares if self.scaler is None else self.scaler.scale(shares)
-            target = weighed(target, shares, device_of(self.fused))
+            target = {"target": target, "weight": stacked(sent(shares, device_of(self.fused)))}
         self._before = {}
         if bool(columns["alive"].all()):
             return self._call(inputs, target, keywords, ())
@@ -419,7 +401,7 @@ class TrainingGroup:
         bad &= self.table["alive"] & ~self.table["frozen"]
         return bad if bool(bad.any()) else None
 
-    def _step_some(self, rows: list[int], arguments: tuple[Any, Any, Any, dict[str, Any]]) -> Tensor:
+    def _step_some(self, rows: list[int], arguments: StepArguments, weights: Any) -> Tensor:
         """Make a step of members ``rows`` as a small group, which has copies of them, and write its state back.
 
         Raises FusionError if they cannot be stepped separately.
@@ -432,21 +414,19 @@ class TrainingGroup:
             array = GatheredRows.of(self.fused, places)
             small, large = dict(array.array.named_parameters()), dict(self.fused.named_parameters())
             state = GatheredState.of(self.optimizer, {large[name]: param for name, param in small.items()}, places)
-            part = TrainingGroup(array.array, state.part, None, self.scaler, self.options, self.table.take(places))
-            part._step.expected_calls |= set(self.known_calls)
+            part = TrainingGroup.__new__(TrainingGroup)
+            part.__setstate__({**self.__getstate__(), "fused": array.array, "optimizer": state.part, "scheduler": None})
             self._chosen = chosen = part, array, state
         part, array, state = chosen
         part.table = self.table.take(rows, width - len(rows))
         array.load(places)
         state.load(places)
         part.scaler = None if self.scaler is None else self.scaler.of_rows(places)
-        part.gradient_hooks, part._widths = self.gradient_hooks, self._widths
         part._step.at_once = self._widths.at_once(width)
         part.elsewhere = self.elsewhere + (0 if budget is None else state_bytes(self.fused, self.optimizer))
-        inputs, target, weights, keywords = pytree.tree_map(
-            partial(_filled, width=width), arguments, is_leaf=is_stacked
-        )
-        losses = part.step(inputs, target, None, weights, keywords)
+        # Inputs of free rows repeat those of the first.
+        entries = [*range(len(rows)), *[0] * (width - len(rows))]
+        losses = part.step(take_entries(arguments, entries), None, take_entries(weights, entries))
         self.drop_gradients()
 
         def store() -> None:
@@ -472,12 +452,26 @@ class TrainingGroup:
         Raises:
             ValueError: a value is invalid, or missing because members began with different ones.
         """
-        for name, values in self.options.numbers_of_new(numbers).items():
-            self.table[name][:] = values
+        options, values = self.options, dict[str, Any]()
+        for name, value in numbers.items():
+            if name in options.initial:
+                values[name] = options.initial[name] if value is None else value
+                if values[name] is None:
+                    raise ValueError(
+                        f"{name} differs between the members: say what it is for those that join, {name}=..."
+                    )
+            elif value is not None:
+                raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
+        for name, column in check_numbers(1, **values).items():
+            self.table[name][:] = column
         rearrange_optimizer(self.optimizer, [None], hypers)
-        make = self.options.schedule_of_new(scheduler)
-        if self.scheduler is not None:
-            self.scheduler.restart([0], make)
+        if (makes := options.schedules) is None:
+            if scheduler is not None:
+                raise ValueError("scheduler: this population has none; give it one when it is made")
+        elif scheduler is None and any(make is not makes[0] for make in makes):
+            raise ValueError("the members' schedules differ: say what those of members that join are, scheduler=...")
+        elif self.scheduler is not None:
+            self.scheduler.restart([0], scheduler or makes[0])
         if self.scaler is not None:
             self.scaler.restart([0])
 
@@ -494,16 +488,10 @@ class TrainingGroup:
         others = [place for place in free if place not in joining]
         return [held[row] if row in held else row if row in free else others.pop(0) for row in rows]
 
-    def leave(self, row: int) -> None:
-        """Free the row of a member that stops."""
-        self.table.note(row, EventKind.STOP)
-        self.release([row])
-        self.table.clear_updates([row])
-
     def release(self, rows: Iterable[int]) -> None:
         """Free the rows of members that go on in another group, or are replaced."""
         chosen = list(rows)
-        for table in self.saved_tables().values():
+        for table in (self.table, self.best):
             table.clear(chosen)
 
     def drop_gradients(self) -> None:
@@ -518,15 +506,13 @@ class TrainingGroup:
         """
         live, free = self.table.live, self.table.free
         width = self._widths.of(len(live))
-        if width < len(self):
+        if is_shorter := width < len(self):
             self.arrange([*live, *free[: width - len(live)]], range(len(live), width))
-            return True
-        return False
+        return is_shorter
 
     def grow(self, count: int) -> None:
         """Add free rows at the end, for at least ``count`` more members."""
-        rows = len(self)
-        width = self._widths.of(rows + count)
+        rows, width = len(self), self._widths.of(len(self) + count)
         self.arrange([*range(rows), *[0] * (width - rows)], range(rows, width))
 
     def arrange(self, sources: Sequence[int], free: Iterable[int] = ()) -> None:
@@ -568,23 +554,12 @@ def copied_member(fused: FusedModule, row: int) -> nn.Module:
     return module_copy(model, {id(parameter): parameter for parameter in frozen})
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
+def all_finite(tensors: list[Tensor]) -> bool:
     """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
     devices or layouts, or if squares overflow.
     """
-    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}) > 1:
-        return False
-    if tensors[0].layout is not torch.strided or not all(tensor.numel() for tensor in tensors):
+    kinds = {(tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}
+    if len(kinds) > 1 or tensors[0].layout is not torch.strided or not all(tensor.numel() for tensor in tensors):
         return False
     # Computing the largest magnitude would take five times as long.
     return math.isfinite(float(torch.stack(torch._foreach_norm(tensors, 2)).sum()))
-
-
-def _filled(leaf: Any, width: int) -> Any:
-    """Return a stacked argument with ``width`` entries; those of free rows repeat the first."""
-    if isinstance(leaf, Ragged):
-        return Ragged([*leaf, *[leaf[0]] * (width - len(leaf))])
-    if not is_stacked(leaf) or len(leaf.tensor) == width:
-        return leaf
-    first = leaf.tensor[:1].expand(width - len(leaf.tensor), *leaf.tensor.shape[1:])
-    return StackedInput(torch.cat([leaf.tensor, first]))

@@ -170,32 +170,34 @@ def check_member_weights(weights: Any, members: int, where: str) -> Tensor:
 
 
 @torch.no_grad()
-def average(
-    population: Population,
-    rows: Sequence[int],
-    weights: Tensor | Sequence[float] | None,
-    targets: Sequence[int] | None,
-    optimizer: Literal["keep", "reset"],
-) -> nn.Module | None:
-    """Average members in ``rows`` and write the mean into ``targets``, or return it; see `hfusion.Population.average`.
+def average(population: Population, rows: Any, weights: Any, into: Any, optimizer: str) -> nn.Module | None:
+    """Average members and write the mean into others, or return it; see `hfusion.Population.average`.
 
     Raises:
         ValueError: members differ in keys or shapes, weights are invalid, or a target is in the midst of an update.
     """
     if optimizer not in ("keep", "reset"):
         raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
+    targets = None if into is None else population._chosen(None if isinstance(into, str) and into == "all" else into)
+    rows = population._chosen(rows)
     if not rows:
         raise ValueError("average of no rows: give at least one member")
-    values = torch.ones(len(rows), dtype=torch.float64, device="cpu")
-    if weights is not None:
-        values = check_member_weights(weights, len(rows), f"for the average of rows {list(rows)}")
+    weights = [1.0] * len(rows) if weights is None else weights
+    values = check_member_weights(weights, len(rows), f"for the average of rows {list(rows)}")
     shares = {row: share for row, share in zip(rows, (values / values.sum()).tolist(), strict=True) if share > 0}
     stacks = {group.number: held for group, held in _stacks(population)}
     members: dict[int, dict[str, Tensor]] = {}
     for row in (*rows, *(targets or ())):
         group, local = population._layout.slot_of(row)
         members[row] = {name: stack[local] for name, stack in stacks[group.number].items()}
-        _check_alike(rows[0], members[rows[0]], row, members[row])
+        shapes = [{name: list(tensor.shape) for name, tensor in members[each].items()} for each in (rows[0], row)]
+        for name in {**shapes[0], **shapes[1]}:
+            first, other = (held.get(name, "none") for held in shapes)
+            if first != other:
+                raise ValueError(
+                    f"average of members of different shapes: {name} is {first} in row {rows[0]} and {other} in row "
+                    f"{row}. Average members of one shape, by rows="
+                )
     for row in targets or ():
         group, local = population._layout.slot_of(row)
         if done := int(group.table["done"][local]):
@@ -229,14 +231,3 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     weights = torch.tensor(shares, dtype=torch.float64, device="cpu").to(wide)
     mean: Tensor = torch.tensordot(weights, wide, 1).to(stack.dtype)
     return mean
-
-
-def _check_alike(first: int, held: Mapping[str, Tensor], row: int, others: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError unless the members in rows ``first`` and ``row`` have tensors of the same keys and shapes."""
-    for name in {**held, **others}:
-        shapes = [list(each[name].shape) if name in each else "none" for each in (held, others)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
-                f"row {row}. Average members of one shape, by rows="
-            )
