@@ -204,7 +204,9 @@ class Maker:
         routed = route(number, values, [Receiver(OPTIMIZER, type(sample).__name__, tuple(names)), *self._receivers])
         options = {key: value for key, value in routed[OPTIMIZER].items() if key in sample.options}
         hypers = {key: value for key, value in routed[OPTIMIZER].items() if key not in options}
-        _check_hypers(sample, hypers)
+        for hyper in sample.hypers:
+            if hyper.key in hypers:
+                hyper.check(member_vector(hyper.label, hyper.get(hypers), 1).tolist())
         own = {**self._defaults, **routed[SWEEP]}
         for name in ("epochs", "accumulate"):
             if not isinstance(own[name], int) or isinstance(own[name], bool) or own[name] < 1:
@@ -222,18 +224,6 @@ class Maker:
         if self._scheduler is not None:
             PerMember(combined, partial(self._scheduler, **routed[SCHEDULER]))
         return Suggestion(hypers, choices, routed[MAKE_MODEL], own["epochs"], routed[SCHEDULER], clip)
-
-
-def _check_hypers(optimizer: FusedOptimizer, hypers: Mapping[str, Any]) -> None:
-    for hyper in optimizer.hypers:
-        if hyper.key not in hypers:
-            continue
-        value = hypers[hyper.key]
-        if hyper.index is not None:
-            if not isinstance(value, tuple | list) or len(value) != 2:
-                raise ValueError(f"{hyper.key}={value!r} is not a pair")
-            value = value[hyper.index]
-        hyper.check(member_vector(hyper.label, value, 1).tolist())
 
 
 def check_choices(trial: Any) -> None:

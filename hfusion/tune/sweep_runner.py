@@ -299,7 +299,7 @@ class SweepRunner:
             "base": self.trials.base,
             "seed": self._extent.seed,
             "epochs": self._extent.epochs,
-            "rounds": self._extent.rounds,
+            "rounds": "asynchronous" if self._extent.asynchronous else "together",
             "round": self._round,
             "ended": ended,
             "journal": self._folder.journal_size,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.memory import tensors_in
 from hfusion.core.row_indices import Widths
 from hfusion.device.backend import draws_kept
+from hfusion.device.calibrate import Rates
 from hfusion.torch_private.export_state import sparing_dynamo
 from hfusion.tune.loaders import first_inputs, minibatches
 from hfusion.tune.population_based_training import PBT
@@ -70,27 +69,66 @@ class Extent:
     concurrent: Callable[[], int]
     asynchronous: bool
 
-    @property
-    def rounds(self) -> str:
-        return "asynchronous" if self.asynchronous else "together"
-
 
 class Shape:
-    """Trials that can share an array: models of one structure, with equal array choices.
+    """Trials that can share an array: models of one structure with equal array choices. It estimates what they take.
+
+    Bytes and seconds are estimated from the operators of one forward, without a capture.
 
     Args:
-        first: the first trial of the shape, with which others are compared.
-        look: returns the footprint of the shape on a device.
+        first: the first trial of the shape, with which others are compared. A copy of its model is called on the CPU,
+            since the device may not have the memory.
+        inputs: the inputs of a minibatch; forward may write into them.
         minibatches: minibatches per epoch; 1 if the loader has no length.
+        evaluated: minibatches whose outputs are held at once to evaluate a metric.
+        saved: trials are saved, with copies on the host.
+        reading: seconds in which a minibatch is read; once for an array, and once for each plain trial.
         is_array: its trials must be an array.
+
+    Attributes:
+        startup: estimated seconds until an array is captured and checked.
     """
 
     def __init__(
-        self, first: SweepTrial, look: Callable[[DeviceInfo], Footprint], minibatches: int, *, is_array: bool
+        self,
+        first: SweepTrial,
+        inputs: Any,
+        *,
+        minibatches: int,
+        evaluated: int,
+        saved: bool,
+        reading: float,
+        is_array: bool,
     ) -> None:
-        self.first, self._look, self.minibatches, self.is_array = first, look, minibatches, is_array
+        self.first, self.is_array = first, is_array
+        self._minibatches, self._saved, self._reading = minibatches, saved, reading
+        choices = first.suggestion.choices
+        # How many tensors the optimizer holds for each parameter.
+        stacks = sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks
+        model = copy.deepcopy(first.model).cpu()
+        args, kwargs = call_arguments(inputs, {})
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def held_for_backward(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            # Detached, as a result that its own operator saves would keep itself alive.
+            return tensor.detach()
+
+        self._costs, hooks = _OperatorCosts(), saved_tensors_hooks(held_for_backward, lambda tensor: tensor)
+        with draws_kept(), torch.enable_grad(), hooks, self._costs:
+            outputs = model(*args, **kwargs)
+        # Bytes of tensors that all trials share, such as a frozen base.
         self._shared = 0
-        self._footprints: dict[Any, Footprint] = {}
+        self._weights = sum({id(tensor): tensor.nbytes for _, tensor in tensors(model)}.values())
+        trained = [param.nbytes for param in model.parameters() if param.requires_grad]
+        self._gradients, self._largest = sum(trained), max(trained, default=0)
+        self._optimizer = int(stacks * self._gradients)
+        self._updated = (2 + 2 * stacks) * self._gradients
+        returned = sum(tensor.nbytes for tensor in tensors_in(outputs))
+        self._activations = sum(storage.nbytes() for storage in storages.values()) + returned
+        self._outputs = 2 * evaluated * returned
+        self.startup = _STARTUP + _STARTUP_PER_OPERATOR * max(1, self._costs.calls)
 
     def takes(self, candidate: SweepTrial) -> bool:
         """Return whether a trial can share an array with the trials of this shape."""
@@ -104,17 +142,29 @@ class Shape:
         self._shared = sum({id(t): t.nbytes for _, t in tensors(candidate.model) if id(t) in held}.values())
         # An array has the tensors that its members share once.
         self.is_array = self.is_array or self._shared > 0
-        for footprint in self._footprints.values():
-            footprint.shared = self._shared
         return True
 
-    def footprint(self, device: DeviceInfo) -> Footprint:
-        """Return the cached footprint on a device of this kind."""
-        kind = device.physical, device.rates
-        if kind not in self._footprints:
-            self._footprints[kind] = self._look(device)
-            self._footprints[kind].shared = self._shared
-        return self._footprints[kind]
+    def held(self, rows: int) -> int:
+        """Return the bytes held between epochs: weights, buffers, optimizer state, and models without a row."""
+        own = self._weights - self._shared
+        return self._shared + _ASIDE * own + rows * (own + self._optimizer)
+
+    def passing(self, rows: int, device: DeviceInfo) -> int:
+        """Return the peak of temporary bytes in a step, capture, evaluation or save."""
+        if not rows:
+            return 0
+        step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
+        capture = _CAPTURING * (step + self._weights) if self.is_array else 0
+        copies = _SAVING * self.held(rows) if self._saved and device.physical.type == "cpu" else 0
+        return max(rows * step if self.is_array else step, capture, copies)
+
+    def seconds(self, rows: int, rates: Rates) -> float:
+        """Return the estimated seconds of an epoch of ``rows`` rows; of a minibatch if nothing has a length."""
+        costs = self._costs
+        call = self._reading + _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
+        products = sum(count / rates.flops_of(dtype) for dtype, count in costs.flops.items())
+        row = _PASSES * max(products, costs.moved / rates.memory) + self._updated / rates.memory
+        return self._minibatches * (call + rows * row) if rows else 0.0
 
 
 class ShapeArray:
@@ -182,42 +232,33 @@ class TrialPlacement:
         for shape in {id(array.shape): array.shape for array in self.arrays}.values():
             if shape.takes(candidate):
                 return shape
-        choices, loaders = candidate.suggestion.choices, self._recipe.loaders
+        choices, recipe, loaders = candidate.suggestion.choices, self._recipe, self._recipe.loaders
         loader = loaders.loader(choices.loader)
         counted = loaders.function is not None or hasattr(loader, "__len__")
         loops = (
             counted
-            and not (self._together or self._recipe.compile)
+            and not (self._together or recipe.compile)
             # They would begin anew for each trial, and a fork cannot begin them.
-            and not any(getattr(each, "num_workers", 0) for each in (loader, self._recipe.eval_loader))
+            and not any(getattr(each, "num_workers", 0) for each in (loader, recipe.eval_loader))
         )
-        # The candidate itself loses its model to a worker.
-        first = replace(candidate)
-        look = partial(self._footprint, first)
-        return Shape(first, look, minibatches(loader) if counted else 1, is_array=not loops)
-
-    def _footprint(self, first: SweepTrial, device: DeviceInfo) -> Footprint:
-        choices = first.suggestion.choices
-        loader = self._recipe.loaders.loader(choices.loader)
         if id(loader) not in self._inputs:
             self._inputs[id(loader)] = first_inputs(loader)
         inputs, reading = self._inputs[id(loader)]
-        return Footprint(
-            first.model,
-            sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks,
+        return Shape(
+            # The candidate itself loses its model to a worker.
+            replace(candidate),
             inputs,
-            device,
-            evaluated=minibatches(self._recipe.judged(choices)[1]) if self._recipe.evaluates else 0,
+            minibatches=minibatches(loader) if counted else 1,
+            evaluated=minibatches(recipe.judged(choices)[1]) if recipe.evaluates else 0,
             saved=self._saved,
             reading=reading,
+            is_array=not loops,
         )
 
     def check(self, shape: Shape, what: str) -> None:
         """Raise PlanError if no device has memory for one trial of a shape. ``what``: the trial, in the message."""
         device = max(self._workers.devices, key=lambda info: info.budget)
-        footprint, loops = shape.footprint(device), not shape.is_array
-        if not fits(device.budget, [(footprint, 1, loops)]):
-            need = footprint.held(1) + footprint.passing(1, loops=loops)
+        if (need := shape.held(1) + shape.passing(1, device)) > device.budget:
             raise PlanError(
                 f"{what} needs {need:,} bytes to be trained, and device {device.name} has {device.budget:,}: bound the "
                 "space, give a smaller minibatch, or let such trials fail with catch=(hf.PlanError,)"
@@ -231,12 +272,18 @@ class TrialPlacement:
     def join(self, shape: Shape, candidate: SweepTrial) -> bool:
         """Let a trial wait for a row, on the device with memory whose round then ends first. Return whether it can."""
         shape_arrays = [array for array in self.arrays if array.shape is shape and not array.plain]
-        choices = [array for array in shape_arrays if self._rests(array)]
+        # Trials join and leave an array only while neither it nor its device is training.
+        choices = [array for array in shape_arrays if not array.training and array.device not in self._workers.busy]
         if not shape_arrays or not self._together:
             occupied = {array.device for array in shape_arrays} | set(self._workers.busy)
             new = [device for device in self._live_devices if device not in occupied]
             choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
-        for array in sorted(choices, key=lambda choice: (self._end(choice, 1), choice.device)):
+
+        def end(array: ShapeArray) -> tuple[float, int]:
+            others = [placed for placed in self._on(array.device) if placed is not array]
+            return sum(map(self._epoch_seconds, others)) + self._epoch_seconds(array, 1), array.device
+
+        for array in sorted(choices, key=end):
             if self._has_room(array):
                 array.joining.append(candidate)
                 if array not in self.arrays:
@@ -267,8 +314,7 @@ class TrialPlacement:
         shape, device = array.shape, self._workers.devices[array.device]
         if not shape.is_array:
             epochs = [member.suggestion.epochs for member in array.joining]
-            steps, side_by_side = self._waves * shape.minibatches, self._workers.side_by_side
-            saved = seconds_saved(epochs, steps, shape.footprint(device), side_by_side)
+            saved = seconds_saved(epochs, self._waves, shape, device.rates, self._workers.side_by_side)
             # Whether it fits is asked of a shape that is an array.
             shape.is_array = saved > 0
             shape.is_array = shape.is_array and self._fits(array.device, self._on(array.device))
@@ -299,36 +345,29 @@ class TrialPlacement:
                 self._workers.drop(array.name)
         self.arrays = [array for array in self.arrays if array.trial_count]
 
-    def _rests(self, array: ShapeArray) -> bool:
-        """Return whether trials may join and leave an array: neither it nor its device is training."""
-        return not array.training and array.device not in self._workers.busy
-
     def _on(self, device: int) -> list[ShapeArray]:
         return [array for array in self.arrays if array.device == device]
 
     def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None) -> bool:
-        """Return whether arrays, with one more member in ``more``, fit into a device's memory budget."""
+        """Return whether arrays, with one more member in ``more``, fit into a device's memory budget.
+
+        All hold their state; one at a time has temporaries.
+        """
         info = self._workers.devices[device]
         rows = Counter[Shape]()
         for array in arrays:
             rows[array.shape] += array.rows(1 if array is more else 0)
-        sizes = [(shape.footprint(info), count, not shape.is_array) for shape, count in rows.items()]
-        return fits(info.budget, sizes)
+        passing = max((shape.passing(count, info) for shape, count in rows.items()), default=0)
+        return sum(shape.held(count) for shape, count in rows.items()) + passing <= info.budget
 
     @property
     def _live_devices(self) -> list[int]:
         """The devices that are not lost."""
         return [device for device in range(len(self._workers.devices)) if device not in self._workers.lost_devices]
 
-    def _end(self, array: ShapeArray, more: int = 0) -> float:
-        """Return the estimated seconds of a round of the array's device, with ``more`` members in the array."""
-        others = [placed for placed in self._on(array.device) if placed is not array]
-        return sum(map(self._epoch_seconds, others)) + self._epoch_seconds(array, more)
-
     def _epoch_seconds(self, array: ShapeArray, more: int = 0) -> float:
-        """Return the estimated seconds of an epoch with ``more`` members; of a minibatch if nothing has a length."""
-        footprint = array.shape.footprint(self._workers.devices[array.device])
-        return footprint.seconds(array.rows(more)) * array.shape.minibatches
+        """Return the estimated seconds of an epoch of an array with ``more`` members."""
+        return array.shape.seconds(array.rows(more), self._workers.devices[array.device].rates)
 
     def _has_room(self, array: ShapeArray) -> bool:
         """Return whether a device has memory for one more member of an array, without those that have no trials."""
@@ -359,124 +398,27 @@ class TrialPlacement:
         return next(array for array in self.arrays if array.name == name)
 
 
-def seconds_saved(epochs: Sequence[int], minibatches: float, footprint: Footprint, side_by_side: int) -> float:
+def seconds_saved(epochs: Sequence[int], waves: float, shape: Shape, rates: Rates, side_by_side: int) -> float:
     """Return the estimated seconds that an array saves over plain trials.
 
     Args:
         epochs: the epochs of each trial.
-        minibatches: minibatches per epoch, times the number of trials of the sweep over those that train at once.
+        waves: the number of trials of the sweep over those that train at once.
         side_by_side: how many plain trials are trained at the same time.
     """
-    looped = sum(epochs) / min(side_by_side, len(epochs)) * footprint.seconds(1)
-    together = max(epochs) * _SLOWER * footprint.seconds(len(epochs))
-    return minibatches * (looped - together) - footprint.startup
-
-
-# Estimates of bytes and seconds, from the operators of one forward, without a capture.
-
-
-class Footprint:
-    """Memory and time of trials of a shape on a device, as an array or in a loop.
-
-    Args:
-        model: a model of the shape; a copy of it is called once, on the CPU, since the device may not have the memory.
-        inputs: the inputs of a minibatch; forward may write into them.
-        stacks: the number of tensors that the optimizer holds for each parameter.
-        evaluated: minibatches whose outputs are held at once to evaluate a metric.
-        saved: trials are saved, with copies on the host.
-        reading: seconds in which a minibatch is read; once for an array, and once for each trial in a loop.
-
-    Attributes:
-        shared: bytes of tensors that all trials of the shape share, such as a frozen base.
-        startup: estimated seconds until an array is captured and checked.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        stacks: float,
-        inputs: Any,
-        device: DeviceInfo,
-        *,
-        evaluated: int,
-        saved: bool,
-        reading: float,
-    ) -> None:
-        model = copy.deepcopy(model).cpu()
-        args, kwargs = call_arguments(inputs, {})
-        costs = _OperatorCosts()
-        with draws_kept(), torch.enable_grad(), costs.saving(), costs:
-            outputs = model(*args, **kwargs)
-        self.shared = 0
-        self._weights = sum({id(tensor): tensor.nbytes for _, tensor in tensors(model)}.values())
-        trained = [param.nbytes for param in model.parameters() if param.requires_grad]
-        self._gradients, self._largest = sum(trained), max(trained, default=0)
-        self._optimizer = int(stacks * self._gradients)
-        returned = sum(tensor.nbytes for tensor in tensors_in(outputs))
-        self._activations, self._outputs = costs.saved + returned, 2 * evaluated * returned
-        self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
-        self.startup = _STARTUP + _STARTUP_PER_OPERATOR * max(1, costs.calls)
-        rates = device.rates
-        update = (2 + 2 * stacks) * self._gradients / rates.memory
-        self._call = reading + _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
-        products = sum(count / rates.flops_of(dtype) for dtype, count in costs.flops.items())
-        self._row = _PASSES * max(products, costs.moved / rates.memory) + update
-
-    def held(self, rows: int) -> int:
-        """Return the bytes held between epochs: weights, buffers, optimizer state, and models without a row."""
-        own = self._weights - self.shared
-        return self.shared + _ASIDE * own + rows * (own + self._optimizer)
-
-    def passing(self, rows: int, *, loops: bool = False) -> int:
-        """Return the peak of temporary bytes in a step, capture, evaluation or save. ``loops``: without arrays."""
-        if not rows:
-            return 0
-        step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
-        capture = 0 if loops else _CAPTURING * (step + self._weights)
-        return max((1 if loops else rows) * step, capture, self._copies * self.held(rows))
-
-    def seconds(self, rows: int) -> float:
-        """Return the estimated seconds of a step of an array of ``rows`` rows."""
-        return self._call + rows * self._row if rows else 0.0
-
-
-def fits(budget: int, sizes: Iterable[tuple[Footprint, int, bool]]) -> bool:
-    """Return whether trials fit into ``budget`` bytes together: footprints, rows, and whether they are in a loop.
-
-    All hold their state; one at a time has temporaries.
-    """
-    sizes = list(sizes)
-    held = sum(footprint.held(rows) for footprint, rows, _ in sizes)
-    passing = (footprint.passing(rows, loops=loops) for footprint, rows, loops in sizes)
-    return held + max(passing, default=0) <= budget
+    looped = sum(epochs) / min(side_by_side, len(epochs)) * shape.seconds(1, rates)
+    together = max(epochs) * _SLOWER * shape.seconds(len(epochs), rates)
+    return waves * (looped - together) - shape.startup
 
 
 @sparing_dynamo
 class _OperatorCosts(TorchDispatchMode):
-    """Counts the operators of a forward, their FLOP, bytes that they read and write, and bytes saved by autograd."""
+    """Counts the operators of a forward, their FLOP by the dtype of the result, and bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = self.moved = self.saved = 0
-        # By the dtype of the result.
+        self.calls = self.moved = 0
         self.flops: Counter[torch.dtype] = Counter()
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Context manager: count the bytes of the storages that autograd saves, without parameters."""
-        packed: list[list[Tensor]] = []
-
-        def pack(tensor: Tensor) -> list[Tensor]:
-            packed.append([tensor])
-            return packed[-1]
-
-        with saved_tensors_hooks(pack, lambda entry: entry[0]):
-            yield
-        storages = [entry[0].untyped_storage() for entry in packed if not isinstance(entry[0], nn.Parameter)]
-        self.saved = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        for entry in packed:
-            # A result that its own operator saves would keep itself alive.
-            entry.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
