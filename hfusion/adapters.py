@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -59,7 +60,10 @@ def lora(
         >>> hf.fuse(adapters)(torch.zeros(3, 8)).shape
         torch.Size([2, 3, 2])
     """
-    _check_peft()
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ImportError("hf.lora needs peft: pip install peft (extra: hfusion[lora])") from error
     member_configs = configs(config, members)
     if seeds is not None and len(seeds) != len(member_configs):
         raise ValueError(f"{len(seeds)} seeds for {len(member_configs)} members: give one for each")
@@ -185,16 +189,14 @@ class FrozenBase:
 
     def copy(self) -> Any:
         """Return a copy of the base that shares its frozen parameters."""
-        return self._without_cache(module_copy(self.base, dict(self._shared)))
-
-    def _without_cache(self, model: nn.Module) -> nn.Module:
-        """Turn off key-value caches, which are of no use in training, and which a graph cannot return."""
+        model = self.copy_of(self.base)
+        # Key-value caches are of no use in training, and a graph cannot return them.
         for path in self.caches:
             cast(Any, model.get_submodule(path)).config.use_cache = False
         return model
 
     def copy_of(self, model: Any) -> Any:
-        """Return a copy of a model that contains such a copy of the base, sharing the same frozen parameters."""
+        """Return a copy of a model that contains the base or a copy of it, sharing the same frozen parameters."""
         return module_copy(model, dict(self._shared))
 
     def adapted(self, config: Config, seed: int | None) -> nn.Module:
@@ -240,25 +242,17 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     chosen.rank_pattern = patterns({path.removeprefix(PREFIX): size for path, size in ranks.items()})
     chosen.lora_dropout = max(dropout(layer) for member_layers in layers_by_member for layer in member_layers.values())
     chosen.init_lora_weights = True
-    template = frozen.adapted(chosen, 0)
+    template: Any = frozen.adapted(chosen, 0)
     for layer in layers(template).values():
         settle(layer)
     # Attributes that rebuild a member, except those stored in its buffers.
     saved_config = copy.deepcopy(cast(Any, adapted[0]).peft_config[NAME])
     if not all(member_layers.keys() == ranks.keys() for member_layers in layers_by_member):
         target_only(saved_config, chosen.target_modules)
-    cast(Any, template).base_model.peft_config[NAME] = saved_config
-    template.__class__ = member_class(type(template))
-    member = cast(AdapterMember, template)
-    member.caches = frozen.caches
-    return member
-
-
-def _check_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise ImportError("hf.lora needs peft: pip install peft (extra: hfusion[lora])") from error
+    template.base_model.peft_config[NAME] = saved_config
+    template.__class__ = member_class(template.__class__)
+    template.caches = frozen.caches
+    return cast(AdapterMember, template)
 
 
 def _check_base(base: nn.Module) -> None:
@@ -291,17 +285,34 @@ class AdapterMember(nn.Module):
         """The names of the tensors that hold zeros where the rank is less than the largest of the array."""
         return lora_names(layers(self))
 
-    def plain(self) -> nn.Module:
-        """Return this adapter as a plain peft model of its own rank: its tensors are copied, the base's are shared."""
-        return plain(self)
+    def plain(self, *, own_base: bool = False) -> Any:
+        """Return this adapter as a plain peft model of its own rank, whose tensors are copies.
+
+        own_base: copy those of the base, too, in place of sharing them.
+        """
+        frozen = [] if own_base else [tensor for tensor in self.parameters() if not tensor.requires_grad]
+        model: Any = module_copy(self, {id(tensor): tensor for tensor in frozen})
+        caches: Mapping[str, bool] = vars(model).pop("caches")
+        model.__class__ = kind_of(self)
+        for path, value in caches.items():
+            model.get_submodule(f"{PREFIX}{path}".rstrip(".")).config.use_cache = value
+        adapter_layers = layers(model)
+        sizes = {path: cut(layer) for path, layer in adapter_layers.items()}
+        for path, (size, _) in sizes.items():
+            if not size:
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, adapter_layers[path].base_layer)
+                model.base_model.targeted_module_names.remove(path.removeprefix(PREFIX))
+        model.base_model.peft_config[NAME] = _own_config(model, adapter_layers, sizes)
+        return model
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Save the adapter in its own rank, as peft does, for ``PeftModel.from_pretrained(base, save_directory)``."""
-        cast(Any, plain(self)).save_pretrained(save_directory, **options)
+        self.plain().save_pretrained(save_directory, **options)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """Same as in peft, but in a copy of the base: the base of the array is not changed."""
-        return cast(Any, plain(self, own_base=True)).merge_and_unload(*args, **kwargs)
+        return self.plain(own_base=True).merge_and_unload(*args, **kwargs)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a FusionError, as merging would write into the base that all members share."""
@@ -315,54 +326,25 @@ class AdapterMember(nn.Module):
         return _blank, (kind_of(self),), self.__dict__
 
 
-_classes: dict[Any, Any] = {}
-
-
+@cache
 def member_class(kind: Any) -> Any:
     """Return the class of members for ``kind``, a class of peft models."""
-    if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__})
-    return _classes[kind]
+    return type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__})
 
 
-def kind_of(member: nn.Module) -> type[nn.Module]:
+def kind_of(member: nn.Module) -> Any:
     """Return the peft class from which the class of a member was derived."""
-    peft_class: type[nn.Module] = type(member).__mro__[2]
-    return peft_class
+    return type(member).__mro__[2]
 
 
-def _blank(kind: type[nn.Module]) -> Any:
+def _blank(kind: Any) -> Any:
     member_type = member_class(kind)
     return member_type.__new__(member_type)
 
 
-def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
-    """Return a peft model with this adapter only, in its own rank. ``own_base``: copy the base as well."""
-    frozen = [] if own_base else [tensor for tensor in member.parameters() if not tensor.requires_grad]
-    model = module_copy(member, {id(tensor): tensor for tensor in frozen})
-    caches: Mapping[str, bool] = vars(model).pop("caches")
-    model.__class__ = kind_of(member)
-    for path, value in caches.items():
-        cast(Any, model.get_submodule(f"{PREFIX}{path}".rstrip("."))).config.use_cache = value
-    adapter_layers = layers(model)
-    sizes = {path: cut(layer) for path, layer in adapter_layers.items()}
-    for path, (size, _) in sizes.items():
-        if not size:
-            _take_out(model, path, adapter_layers[path])
-    cast(Any, model).base_model.peft_config[NAME] = _own_config(model, adapter_layers, sizes)
-    return model
-
-
-def _take_out(model: nn.Module, path: str, layer: Any) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, layer.base_layer)
-    names = cast(Any, model).base_model.targeted_module_names
-    names.remove(path.removeprefix(PREFIX))
-
-
-def _own_config(model: nn.Module, adapter_layers: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
+def _own_config(model: Any, adapter_layers: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
     """Return the LoraConfig from which peft creates exactly the adapter layers that this member has."""
-    config = copy.deepcopy(cast(Any, model).peft_config[NAME])
+    config = copy.deepcopy(model.peft_config[NAME])
     active_sizes = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
     if not active_sizes:
         raise FusionError("this member has no adapter in any layer: there is nothing to save")
@@ -465,7 +447,7 @@ def check_config(config: Config, label: str) -> None:
     for field in dataclasses.fields(config):
         if field.name in OWN or field.name in COMMON or field.name in _SILENT:
             continue
-        value, plain = getattr(config, field.name), _default(field)
+        value, plain = getattr(config, field.name), getattr(LoraConfig(), field.name)
         if value and value != plain:
             raise FusionError(
                 f"{label}: LoraConfig.{field.name}={value!r} has no form for many adapters of one base in hf.lora; "
@@ -480,12 +462,6 @@ def check_config(config: Config, label: str) -> None:
         )
     if config.inference_mode:
         raise FusionError(f"{label}: inference_mode=True leaves nothing to train; give inference_mode=False")
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
 
 def check_common(config: Config, other: Config, label: str) -> None:
@@ -528,7 +504,7 @@ _RANK_DIMS = {
     f"lora_embedding_A.{NAME}": 0,
     f"lora_embedding_B.{NAME}": 1,
 }
-_SIZES = ("in_features", "in_channels", "out_features", "out_channels")
+_SIZES = ("out_features", "out_channels"), ("in_features", "in_channels")
 
 
 def layers(model: nn.Module) -> dict[str, Any]:
@@ -556,6 +532,12 @@ def rank(layer: Any) -> int:
     return int(layer.r[NAME])
 
 
+def _rooms(layer: Any) -> list[tuple[str, int, Tensor]]:
+    """Return the tensors of a layer that have a dim of the rank: the name, the dim and the tensor."""
+    parameters = dict(layer.named_parameters())
+    return [(name, dim, parameters[name]) for name, dim in _RANK_DIMS.items() if name in parameters]
+
+
 def settle(layer: Any) -> None:
     """Turn the scale, rank and alpha of a layer into buffers."""
     from peft.tuners._buffer_dict import BufferDict
@@ -574,38 +556,30 @@ def fill(layer: Any, source: Any, where: str) -> None:
         FusionError: ``source`` does not fit, for example as its rank is larger.
     """
     parameters = {} if source is None else dict(source.named_parameters())
-    for name, dim in _RANK_DIMS.items():
-        room = _tensor(layer, name)
-        if room is None:
-            continue
+    for name, dim, room in _rooms(layer):
         room.zero_()
-        if source is not None:
-            _check_room(where, rank(source), room.shape[dim], layer)
-            room.narrow(dim, 0, rank(source)).copy_(parameters[name])
+        if source is None:
+            continue
+        member_rank, largest_rank = rank(source), room.shape[dim]
+        if member_rank > largest_rank:
+            raise FusionError(
+                f"{where}: an adapter of rank {member_rank} does not fit an array whose largest rank is {largest_rank} "
+                f"there; make the array with room for it, hf.lora(..., max_rank={member_rank})"
+            )
+        if member_rank < largest_rank and getattr(layer.get_base_layer(), "groups", 1) > 1:
+            raise FusionError(
+                f"{where} is a convolution in groups, in each of which the rank is split: ranks {member_rank} and "
+                f"{largest_rank} cannot be padded to one; give all members one rank there (rank_pattern)"
+            )
+        room.narrow(dim, 0, member_rank).copy_(parameters[name])
     layer.rank.fill_(0 if source is None else rank(source))
     layer.alpha.fill_(0.0 if source is None else source.lora_alpha[NAME])
     layer.scaling[NAME].fill_(0.0 if source is None else source.scaling[NAME])
-    if source is not None:
-        _fill_dropout(layer, source, where)
-
-
-def _check_room(where: str, member_rank: int, largest_rank: int, layer: Any) -> None:
-    if member_rank > largest_rank:
-        raise FusionError(
-            f"{where}: an adapter of rank {member_rank} does not fit an array whose largest rank is {largest_rank} "
-            f"there; make the array with room for it, hf.lora(..., max_rank={member_rank})"
-        )
-    if member_rank < largest_rank and getattr(layer.get_base_layer(), "groups", 1) > 1:
-        raise FusionError(
-            f"{where} is a convolution in groups, in each of which the rank is split: ranks {member_rank} and "
-            f"{largest_rank} cannot be padded to one; give all members one rank there (rank_pattern)"
-        )
-
-
-def _fill_dropout(layer: Any, source: Any, where: str) -> None:
-    room, p = layer.lora_dropout[NAME], dropout(source)
-    if isinstance(room, nn.Dropout):
-        room.p = p
+    if source is None:
+        return
+    p = dropout(source)
+    if isinstance(layer.lora_dropout[NAME], nn.Dropout):
+        layer.lora_dropout[NAME].p = p
     elif p:
         raise FusionError(
             f"{where}: lora_dropout={p}, and the array was made without any; make it with a member that has dropout"
@@ -625,15 +599,15 @@ def lora_names(adapter_layers: Mapping[str, Any]) -> frozenset[str]:
 def cut(layer: Any) -> tuple[int, float]:
     """Turn a layer that `settle` has prepared back into a peft layer of its own rank. Return its rank and alpha."""
     size, alpha = int(layer.rank), float(layer.alpha)
-    for name, dim in _RANK_DIMS.items():
-        room = _tensor(layer, name)
-        if room is None:
-            continue
-        holder, key = _holder(layer, name)
+    for name, dim, room in _rooms(layer):
+        path, _, key = name.rpartition(".")
+        holder = layer.get_submodule(path)
         part = room.detach().narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
         setattr(holder, key, nn.Parameter(part, requires_grad=room.requires_grad))
-        for attribute in _size_names(holder, dim):
-            setattr(holder, attribute, size)
+        # The rank is the output size of A (dim 0), and the input size of B (dim 1).
+        for attribute in _SIZES[dim]:
+            if hasattr(holder, attribute):
+                setattr(holder, attribute, size)
     scale = float(layer.scaling[NAME])
     del layer.rank, layer.alpha, layer.scaling
     alpha = int(alpha) if alpha == int(alpha) else alpha
@@ -641,25 +615,3 @@ def cut(layer: Any) -> tuple[int, float]:
     if not dropout(layer):
         layer.lora_dropout[NAME] = nn.Identity()
     return size, alpha
-
-
-def _size_names(holder: nn.Module, dim: int) -> Iterator[str]:
-    """Yield the attributes that hold the rank: output sizes of A (dim 0), input sizes of B (dim 1)."""
-    half = _SIZES[2:] if dim == 0 else _SIZES[:2]
-    return (name for name in half if hasattr(holder, name))
-
-
-def _holder(layer: Any, name: str) -> tuple[Any, str]:
-    path, _, key = name.rpartition(".")
-    return layer.get_submodule(path), key
-
-
-def _tensor(layer: Any, name: str) -> Tensor | None:
-    path, _, key = name.rpartition(".")
-    holder: Any = layer
-    for part in path.split("."):
-        holder = holder._modules.get(part)
-        if holder is None:
-            return None
-    tensor: Tensor | None = holder._parameters.get(key)
-    return tensor
