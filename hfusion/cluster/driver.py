@@ -29,7 +29,7 @@ from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.stopping import OnResult, answered
-from hfusion.tasks.task import Evaluation, Step, Task
+from hfusion.tasks.task import Evaluation, Step, Task, listed_models
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import Report, TaskReport, joined
 
@@ -406,8 +406,8 @@ class PlacedArray:
     @property
     def size(self) -> float:
         """An estimate of the work by which arrays are compared: parameters that are stepped, over all minibatches."""
-        models = self.sent.models
-        modules = [models] if isinstance(models, nn.Module) else [models[member] for member in self.job.members]
+        models = listed_models(self.sent)
+        modules = models if len(models) == 1 else [models[member] for member in self.job.members]
         return self.task.steps * float(sum(tensor.numel() for model in modules for _, tensor in tensors(model)))
 
     def array(self, name: str, members: tuple[int, ...]) -> PlacedArray:
@@ -497,7 +497,7 @@ class SharedParts:
 
 
 def _frozen(task: Task) -> Iterator[Tensor]:
-    for model in [task.models] if isinstance(task.models, nn.Module) else task.models:
+    for model in listed_models(task):
         for _, tensor in tensors(model):
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not isinstance(model, FusedModule):
                 yield tensor

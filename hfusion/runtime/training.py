@@ -124,7 +124,7 @@ class Training:
         self._factors: Tensor | None = None
         # Called when a unit of a minibatch has ended, and to save the task after a unit if that is due.
         self.ended: Callable[[Unit], None] = lambda unit: None
-        self.save = self.ended
+        self.save: Callable[[], None] = lambda: None
 
     def units_after(self, steps: int) -> int:
         """Return the number of scheduled units that have run after ``steps`` minibatches."""

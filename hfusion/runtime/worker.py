@@ -184,16 +184,14 @@ class _Reporter(Thread):
 class DeviceWorker:
     """The worker of `hfusion.train`. ``began``: its start, by `time.perf_counter`.
 
-    In the compute lane, ``on_unit_end(task, unit)`` is called when a unit has ended, and ``save(task, unit)`` if a
-    save is due then.
+    ``save(task)`` is called in the compute lane if a save is due after a unit.
     """
 
     def __init__(
         self,
         devices: Sequence[tuple[str, torch.device]],
         trainings: Sequence[Training],
-        on_unit_end: Callable[[int, Unit], None],
-        save: Callable[[int, Unit], None],
+        save: Callable[[int], None],
     ) -> None:
         self.ended: SimpleQueue[_Job] = SimpleQueue()
         self.stopping = False
@@ -201,7 +199,6 @@ class DeviceWorker:
         self.computing: dict[int, str] = {}
         self._devices, self._names = [device for _, device in devices], [name for name, _ in devices]
         self._trainings = trainings
-        self._on_unit_end = on_unit_end
         self._save = save
         self._gate = Gate()
         self.began = perf_counter()
@@ -303,19 +300,19 @@ class DeviceWorker:
         mark_evicted, copies = partial(training.state.mark_evicted, action.shard), partial(copy_now, moves)
         return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, mark_evicted, always=True))
 
-    def save(self, task: int, unit: Unit) -> None:
+    def save(self, task: int) -> None:
         """Save a task, in its compute lane."""
         self._trainings[task].state.settle()
         # If the run is being aborted, evictions may be incomplete.
         if not self.stopping:
-            self._save(task, unit)
+            self._save(task)
 
     def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
         training = self._trainings[task]
         if training.over:
             return
         if act is Act.SAVE:
-            self.save(task, unit)
+            self.save(task)
             return
         if act is Act.RECOMPUTE:
             training.recompute(unit, device, self._gate)
@@ -324,4 +321,4 @@ class DeviceWorker:
         else:
             training.run(unit, device, self._gate)
         if act is Act.STEP or (act is not Act.RECOMPUTE and not (unit.updates and unit.phase is Phase.BACKWARD)):
-            self._on_unit_end(task, unit)
+            training.ran(unit)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from typing import Any, TypeAlias
+from functools import lru_cache, reduce
+from typing import Any
 
 import torch
-from torch import nn
 
 from hfusion.array.array_editing import share_programs
 from hfusion.array.fuse import fuse
 from hfusion.array.member_views import check_together
 from hfusion.array.module import FusedModule
-from hfusion.array.per_model import PerModel
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.core.program import Program
@@ -27,15 +24,30 @@ from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.cost.cost import symbol_sizes
-from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
-from hfusion.runtime.recipe import Recipe
+from hfusion.passes.partition.cut_shards import growth, sharding, shards_at
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.reading import generators_kept, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
-from hfusion.tasks.source import Minibatch, Shapes, Stream, evaluation_parts, largest, samples, training_programs
-from hfusion.tasks.task import Task, optimizer_of, shapes
+from hfusion.tasks.source import Minibatch, Shapes, largest, samples
+from hfusion.tasks.task import Task, listed_models, optimizer_of, shapes
 
-Turn: TypeAlias = AbstractContextManager[Any] | None
+
+@dataclass(frozen=True)
+class Room:
+    """The device that arrays are planned for. ``keep``: a spilled array may keep its last shard on the device."""
+
+    device: torch.device
+    budget: int
+    rates: Rates
+    keep: bool
+
+    @staticmethod
+    def of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once: int = 1) -> Room:
+        """Return the largest device, with its rates while ``at_once`` tasks are trained at the same time."""
+        largest = max(machine.devices, key=lambda device: device.memory)
+        beside = sum(device.physical == largest.physical for device in machine.devices)
+        shared = rates[largest.name].shared(min(beside, at_once), min(len(machine.devices), at_once))
+        return Room(largest.physical, largest.memory, shared, keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,29 +77,6 @@ class Arrangement:
         """Return the minibatch of the training loader that memory is planned for."""
         return Minibatch.of(self.task, self.first.trained, self.members)
 
-    def trained(
-        self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
-    ) -> tuple[Stream, Recipe]:
-        """Return the training minibatches, cut into the shards of ``plan``, and the recipe of the planned one."""
-        programs = training_programs(self.task.name, self.array, plan.shards)
-        planned = self.first.shapes[0]
-        stream = Stream(self.task, self.task.loader, self.members, loss, programs, planned, devices, turn)
-        return stream, stream.prepare(self.minibatch())
-
-    def evaluated(
-        self,
-        loader: Iterable[Any],
-        loss: PerModel,
-        devices: Sequence[torch.device],
-        names: Mapping[str, str],
-        held: Sequence[frozenset[str]],
-        turn: Turn = None,
-    ) -> tuple[Stream, Recipe]:
-        """Return the same for evaluation. A shard uses only the tensors of its set in ``held``, see `match_cuts`."""
-        programs = partial(evaluation_parts, self.array, names, held)
-        stream = Stream(self.task, loader, self.members, loss, programs, self.first.shapes[1], devices, turn)
-        return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
-
 
 def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
     """Fuse tasks as wide as they fit, and cut those that do not fit the largest device into shards.
@@ -100,22 +89,32 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     """
     check_tensors(tasks)
     rates = machine.calibrate()
-    room = room_of(machine, rates, keep=keep, at_once=len(tasks))
+    room = Room.of(machine, rates, keep=keep, at_once=len(tasks))
     arrangements = [arrangement for task in tasks for arrangement in arrays_of(task, room)]
-    check_loaders(
-        [
-            (arrangement.plan.name, (arrangement.task.loader, arrangement.task.eval_loader))
-            for arrangement in arrangements
-        ]
-    )
+    check_loaders([(array.plan.name, (array.task.loader, array.task.eval_loader)) for array in arrangements])
     return arrangements, _plan_of(arrangements, machine, rates, room)
+
+
+def arrange_one(
+    task: Task, members: Sequence[int], name: str, machine: Machine, planned: Arrangement | None = None
+) -> tuple[list[Arrangement], Plan]:
+    """Return the plan of one array of a task with known members. Raises as `arrange`.
+
+    ``planned``: the same array, planned for another device.
+    """
+    rates = machine.calibrate()
+    room = Room.of(machine, rates, keep=True)
+    if planned is None:
+        arrangement = TaskPlanner(task, room, first_minibatches(task)).arranged(name, members)
+    else:
+        arrangement = TaskPlanner(task, room, planned.first).arranged(name, members, planned.array, planned.optimizer)
+    return [arrangement], _plan_of([arrangement], machine, rates, room)
 
 
 def _plan_of(arrangements: Sequence[Arrangement], machine: Machine, rates: Mapping[str, Rates], room: Room) -> Plan:
     load, evict = (min(getattr(rate, name) for rate in rates.values()) for name in ("load", "evict"))
     budgets = {device.name: device.memory for device in machine.devices}
-    plans = tuple(arrangement.plan for arrangement in arrangements)
-    return Plan(plans, budgets, load, evict, room.rates.action_seconds)
+    return Plan(tuple(array.plan for array in arrangements), budgets, load, evict, room.rates.action_seconds)
 
 
 # The fields of a plan that determine how its tasks are trained, but not where.
@@ -145,99 +144,136 @@ def checked_plan(plan: Plan, expected: Plan) -> Plan:
     return plan
 
 
-def arrange_one(
-    task: Task, members: Sequence[int], name: str, machine: Machine, planned: Arrangement | None = None
-) -> tuple[list[Arrangement], Plan]:
-    """Return the plan of one array of a task with known members. Raises as `arrange`.
-
-    ``planned``: the same array, planned for another device.
-    """
-    rates = machine.calibrate()
-    room = room_of(machine, rates, keep=True)
-    if planned is None:
-        arrangement = _arranged(task, array_of(task, members), members, first_minibatches(task), room, name)
-    else:
-        arrangement = _arranged(task, planned.array, members, planned.first, room, name, planned.optimizer)
-    return [arrangement], _plan_of([arrangement], machine, rates, room)
-
-
 def array_of(task: Task, members: Sequence[int]) -> FusedModule:
     """Return the array of a task, or fuse those of its models. Raises FusionError."""
     if isinstance(task.models, FusedModule):
         check_together(task.models, "hf.train")
         return task.models
-    models = [task.models] if isinstance(task.models, nn.Module) else task.models
+    models = listed_models(task)
     return fuse([models[index] for index in members])
-
-
-def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once: int = 1) -> Room:
-    """Return the largest device, with its rates while ``at_once`` tasks are trained at the same time."""
-    largest = max(machine.devices, key=lambda device: device.memory)
-    beside = sum(device.physical == largest.physical for device in machine.devices)
-    shared = rates[largest.name].shared(min(beside, at_once), min(len(machine.devices), at_once))
-    return Room(largest.physical, largest.memory, shared, keep)
 
 
 def arrays_of(task: Task, room: Room) -> list[Arrangement]:
     """Return the arrays of one task: several if shapes differ, or if all members together do not fit."""
     try:
-        return _plan_arrays(task, room, first_minibatches(task))
+        planner = TaskPlanner(task, room, first_minibatches(task))
+        if isinstance(task.models, FusedModule):
+            return [planner.arranged(task.name, range(task.members))]
+        return planner.arrays()
     except Exception as error:
         error.add_note(f"in the task {task.name!r}")
         raise
 
 
-def _plan_arrays(task: Task, room: Room, first: First) -> list[Arrangement]:
-    if isinstance(task.models, FusedModule):
-        members = range(task.members)
-        return [_arranged(task, array_of(task, members), members, first, room, task.name)]
-    models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
-    groups = deque(part for group in shapes(models) for part in _alike(task, models, group, first, room))
-    arrays, count = [], len(groups)
-    for number in range(count):
-        name = task.name if count == 1 else f"{task.name}.{number}"
-        arrays += _widths(task, *groups.popleft(), first, room, name)
-    return arrays
+@dataclass(frozen=True, eq=False)
+class TaskPlanner:
+    """Divides a task into arrays and plans them for a device. ``first``: the minibatches to capture with."""
 
+    task: Task
+    room: Room
+    first: First
 
-def _alike(
-    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, room: Room
-) -> Iterator[tuple[Sequence[int], FusedModule | None]]:
-    """Yield groups of models whose forwards are equal in training and evaluation, with their array if it is built.
+    def arrays(self) -> list[Arrangement]:
+        """Return the arrays of models that are not fused yet."""
+        groups = deque(part for group in shapes(listed_models(self.task)) for part in self._alike(group))
+        arrays, count = list[Arrangement](), len(groups)
+        for number in range(count):
+            name = self.task.name if count == 1 else f"{self.task.name}.{number}"
+            # No reference to the array is kept here: it is freed before narrower ones are made.
+            arrays += self._as_wide_as_fits(name, *groups.popleft())
+        return arrays
 
-    Models that read the same numbers are equal; the forwards of others are compared.
-    """
-    if len({fingerprint(models[index]) for index in group}) == 1:
-        yield group, None
-        return
-    whole = array_of(task, group)
-    _plan_for(whole, room)
-    try:
-        whole.compiled(Minibatch.of(task, first.trained, group).arguments_for(whole))
-        if task.eval_loader is not None:
-            with whole.evaluating():
-                whole.compiled(Minibatch.of(task, first.evaluated, group).arguments_for(whole))
-    except ForwardsDiffer as error:
-        for part in error.groups:
-            yield from _alike(task, models, [group[member] for member in part], first, room)
-    else:
-        yield group, whole
+    def arranged(
+        self,
+        name: str,
+        members: Sequence[int],
+        array: FusedModule | None = None,
+        optimizer: FusedOptimizer | None = None,
+    ) -> Arrangement:
+        """Return the plan of one array of known members, made if there is none."""
+        array = array or array_of(self.task, members)
+        program = self._program(array, members)
+        optimizer = optimizer or optimizer_of(self.task, array, members)
+        plan = self._planned(program, optimizer, len(members)).named(name)
+        return Arrangement(self.task, tuple(members), array, optimizer, self.first, plan)
 
+    def _alike(self, group: Sequence[int]) -> Iterator[tuple[Sequence[int], FusedModule | None]]:
+        """Yield groups of models whose forwards are equal in training and evaluation, with their array if it is built.
 
-def _widths(
-    task: Task, group: Sequence[int], whole: FusedModule | None, first: First, room: Room, name: str
-) -> list[Arrangement]:
-    """Return the arrays of models with equal forwards, at the width with the least estimated time."""
-    whole = whole or array_of(task, group)
-    optimizer = optimizer_of(task, whole, group)
-    width = _width(task, whole, optimizer, group, first, room)
-    if width == len(group):
-        return [_arranged(task, whole, group, first, room, name, optimizer)]
-    del whole, optimizer
-    return [
-        _arranged(task, array_of(task, part), part, first, room, f"{name}.{number}")
-        for number, part in enumerate(batched_evenly(group, width))
-    ]
+        Models that read the same numbers are equal; the forwards of others are compared.
+        """
+        task, models = self.task, listed_models(self.task)
+        if len({fingerprint(models[index]) for index in group}) == 1:
+            yield group, None
+            return
+        whole = array_of(task, group)
+        try:
+            self._program(whole, group)
+            if task.eval_loader is not None:
+                with whole.evaluating():
+                    whole.compiled(Minibatch.of(task, self.first.evaluated, group).arguments_for(whole))
+        except ForwardsDiffer as error:
+            for part in error.groups:
+                yield from self._alike([group[member] for member in part])
+        else:
+            yield group, whole
+
+    def _as_wide_as_fits(self, name: str, group: Sequence[int], whole: FusedModule | None) -> list[Arrangement]:
+        """Return the arrays of models with equal forwards, at the width with the least estimated time."""
+        whole = whole or array_of(self.task, group)
+        optimizer = optimizer_of(self.task, whole, group)
+        width = self._width(whole, optimizer, group)
+        if width == len(group):
+            return [self.arranged(name, group, whole, optimizer)]
+        del whole, optimizer
+        parts = batched_evenly(group, width)
+        return [self.arranged(f"{name}.{number}", part) for number, part in enumerate(parts)]
+
+    def _width(self, whole: FusedModule, optimizer: FusedOptimizer, group: Sequence[int]) -> int:
+        """Return the number of members to fuse: the fastest of B, B/2, B/4, ...; the widest if equal.
+
+        A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
+        """
+        program, rates = self._program(whole, group), self.room.rates
+        best: tuple[float, int] | None = None
+        failure: PlanError | None = None
+        width = len(group)
+        while width:
+            try:
+                plan = self._planned(program, optimizer, width)
+            except PlanError as error:
+                failure = failure or error
+            else:
+                moved_in, moved_out = (0.0, 0.0) if plan.resident else plan.moved_bytes
+                minibatch = max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)
+                seconds = math.ceil(len(group) / width) * minibatch
+                if best is None or seconds < 0.99 * best[0]:
+                    best = (seconds, width)
+            width = 0 if width == 1 else math.ceil(width / 2)
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best[1]
+
+    def _program(self, array: FusedModule, members: Sequence[int]) -> Program:
+        """Return the program of an array for the planned minibatch, lowered for the device of the plan."""
+        array.planned_for(self.room.device)
+        share_programs(array)
+        return array.compiled(Minibatch.of(self.task, self.first.trained, members).arguments_for(array)).program
+
+    def _planned(self, program: Program, optimizer: FusedOptimizer, width: int) -> TaskPlan:
+        """Return the plan of a program for ``width`` members. Raises PlanError if it does not fit."""
+        task, shapes = self.task, self.first.shapes
+        numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
+        plan = _array_plan(IdentityRef(program), width, shapes, optimizer.state_stacks, self.room, numbers)
+        if plan.growth > 1 and plan.device_bytes > self.room.budget:
+            raise PlanError(
+                f"task {task.name!r}: to evaluate a minibatch of {samples(shapes[1])} samples needs "
+                f"{plan.device_bytes:,} bytes in {len(plan.shards)} shards, and the largest device has "
+                f"{self.room.budget:,}; those of {samples(shapes[0])} samples can be trained there: give an "
+                "eval_loader with smaller minibatches, or more memory"
+            )
+        return plan
 
 
 def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
@@ -252,55 +288,46 @@ def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
     return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _width(
-    task: Task, whole: FusedModule, optimizer: FusedOptimizer, group: Sequence[int], first: First, room: Room
-) -> int:
-    """Return the number of members to fuse: the fastest of B, B/2, B/4, ...; the widest if equal.
-
-    A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
-    """
-    minibatch = Minibatch.of(task, first.trained, group)
-    _plan_for(whole, room)
-    program = whole.compiled(minibatch.arguments_for(whole)).program
-    best: tuple[float, int] | None = None
-    failure: PlanError | None = None
-    width = len(group)
-    while width:
-        try:
-            plan = array_plan(task, program, first.shapes, optimizer.state_stacks, room, "width", width)
-        except PlanError as error:
-            failure = failure or error
-        else:
-            seconds = math.ceil(len(group) / width) * minibatch_seconds(plan, room.rates)
-            if best is None or seconds < 0.99 * best[0]:
-                best = (seconds, width)
-        width = 0 if width == 1 else math.ceil(width / 2)
-    if best is None:
-        assert failure is not None
-        raise failure
-    return best[1]
-
-
-def _arranged(
-    task: Task,
-    array: FusedModule,
-    members: Sequence[int],
-    first: First,
+@lru_cache(256)
+def _array_plan(
+    program_ref: IdentityRef,
+    width: int,
+    shapes: tuple[Shapes, Shapes],
+    stacks: int,
     room: Room,
-    name: str,
-    optimizer: FusedOptimizer | None = None,
-) -> Arrangement:
-    minibatch = Minibatch.of(task, first.trained, members)
-    _plan_for(array, room)
-    program = array.compiled(minibatch.arguments_for(array)).program
-    optimizer = optimizer or optimizer_of(task, array, members)
-    plan = array_plan(task, program, first.shapes, optimizer.state_stacks, room, name, len(members))
-    return Arrangement(task, tuple(members), array, optimizer, first, plan)
+    numbers: tuple[int, int, int, int, bool],
+) -> TaskPlan:
+    """Return a resident plan if it fits the budget, otherwise a spilled one. Tasks of one shape share it.
 
-
-def _plan_for(array: FusedModule, room: Room) -> None:
-    array.planned_for(room.device)
-    share_programs(array)
+    Args:
+        shapes: of the largest inputs in training and in evaluation, see `Minibatch.shapes`.
+        stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
+        numbers: minibatches in all, of an epoch, of an optimizer step and of an evaluation, and whether it is clipped.
+    """
+    program: Program = program_ref.held
+    program = program if program.members == width else replace(program, members=width)
+    trained, evaluated = (symbol_sizes(program, largest_shapes) for largest_shapes in shapes)
+    steps, epoch, accumulate, evaluations, clipped = numbers
+    resident = TaskPlan(
+        "array",
+        shards_at(program, (), trained, room.rates, stacks),
+        steps,
+        resident=True,
+        width=width,
+        epoch=epoch,
+        accumulate=accumulate,
+        clipped=clipped,
+        evaluated=evaluations,
+        growth=growth(program, trained, evaluated, room.rates),
+    )
+    if resident.device_bytes <= room.budget:
+        plan = resident
+    else:
+        cut = sharding(program, trained, room.budget, room.rates, stacks, carried=resident.carried, keep=room.keep)
+        plan = replace(resident, shards=cut.shards, resident=False, keeps_last_shard=cut.keeps_last)
+    # Compute the cached property now, so that renamed copies share it.
+    assert plan.seconds >= 0
+    return plan
 
 
 def first_minibatches(task: Task) -> First:
@@ -338,100 +365,3 @@ def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> tuple[A
         f"task {task.name!r}: the {role} gives no minibatch, but its length is {length(loader)}: give one whose length "
         "is the number of its minibatches"
     )
-
-
-# Plan one array: resident or spilled, in how many shards; many tasks of one shape share a plan.
-
-# Number of plans that are cached for equal tasks.
-MAX_PLANS = 256
-_plans: dict[Any, TaskPlan] = {}
-
-
-@dataclass(frozen=True)
-class Room:
-    """The device that arrays are planned for. ``keep``: a spilled array may keep its last shard on the device."""
-
-    device: torch.device
-    budget: int
-    rates: Rates
-    keep: bool
-
-
-def array_plan(
-    task: Task,
-    program: Program,
-    sizes: tuple[Shapes, Shapes],
-    stacks: int,
-    room: Room,
-    name: str,
-    width: int,
-) -> TaskPlan:
-    """Return the plan of a program for ``width`` members, from a cache if an equal one was planned before.
-
-    Args:
-        sizes: the largest inputs in training and in evaluation, see `Minibatch.shapes`.
-        stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
-    """
-    numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
-    key = IdentityRef(program), width, sizes, stacks, room, numbers
-    if key not in _plans:
-        sized = program if program.members == width else replace(program, members=width)
-        plan = _new_plan(task, sized, sizes, stacks, room, name, width)
-        if len(_plans) == MAX_PLANS:
-            _plans.clear()
-        # Compute the cached property now, so that renamed copies share it.
-        assert plan.seconds >= 0
-        _plans[key] = plan
-    return _plans[key].named(name)
-
-
-def _new_plan(
-    task: Task,
-    program: Program,
-    sizes: tuple[Shapes, Shapes],
-    stacks: int,
-    room: Room,
-    name: str,
-    width: int,
-) -> TaskPlan:
-    """Return a resident plan if it fits the budget, otherwise a spilled one."""
-    trained, evaluated = (symbol_sizes(program, shapes) for shapes in sizes)
-    larger = growth(program, trained, evaluated, room.rates)
-
-    def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
-        return TaskPlan(
-            name,
-            cut.shards,
-            task.steps,
-            resident,
-            width,
-            task.epoch,
-            task.accumulate,
-            clipped=task.clip_norm is not None,
-            evaluated=task.evaluated,
-            growth=larger,
-            keeps_last_shard=cut.keeps_last,
-        )
-
-    whole = Sharding(shards_at(program, (), trained, room.rates, stacks), keeps_last=False)
-    resident = planned(whole, resident=True)
-    if resident.device_bytes <= room.budget:
-        return resident
-    cut = sharding(program, trained, room.budget, room.rates, stacks, carried=resident.carried, keep=room.keep)
-    spilled = planned(cut, resident=False)
-    if larger > 1 and spilled.device_bytes > room.budget:
-        raise PlanError(
-            f"task {task.name!r}: to evaluate a minibatch of {samples(sizes[1])} samples needs "
-            f"{spilled.device_bytes:,} bytes in {len(cut.shards)} shards, and the largest device has {room.budget:,}; "
-            f"those of {samples(sizes[0])} samples can be trained there: give an eval_loader with smaller minibatches, "
-            "or more memory"
-        )
-    return spilled
-
-
-def minibatch_seconds(plan: TaskPlan, rates: Rates) -> float:
-    """Return the estimated seconds of a minibatch: computing or, if spilled and slower, transfers."""
-    if plan.resident:
-        return plan.step_seconds
-    moved_in, moved_out = plan.moved_bytes
-    return max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)

@@ -23,7 +23,7 @@ from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayNote
 from hfusion.tasks.minibatch_border import Border
 from hfusion.tasks.reading import Position
-from hfusion.tasks.stopping import BestWeights
+from hfusion.tasks.stopping import KeptMembers
 
 # Number of saves of an array that are kept in its folder.
 _KEEP = 3
@@ -111,7 +111,7 @@ class Checkpoints:
         self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
 
     def load(
-        self, index: int, plan: TaskPlan, scheduler: LRScheduler | None, best: BestWeights
+        self, index: int, plan: TaskPlan, scheduler: LRScheduler | None, kept: KeptMembers
     ) -> Mapping[str, Any] | None:
         """Load the last save of an array into its module, optimizer, scheduler and best weights. Return the rest.
 
@@ -145,7 +145,7 @@ class Checkpoints:
                     f"{arrangement.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
                 )
             if saved["evaluations"] is not None:
-                best.load_state(saved["best"], reader.path)
+                kept.load_best(saved["best"], reader.path)
             writes = [reader.module(arrangement.array), reader.optimizer(arrangement.optimizer)]
             if scheduler is not None:
                 writes.append(reader.scheduler(scheduler))
@@ -186,7 +186,7 @@ class Checkpoints:
         writer = SaveWriter(range(len(arrangement.members)), {"members": _names(arrangement)}, {})
         writer.module(arrangement.array)
         writer.optimizer(arrangement.optimizer)
-        border.stopped.write({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
+        border.kept.write_stopped({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
         if border.scheduler is not None:
             writer.scheduler(border.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
@@ -233,8 +233,8 @@ def _progress(border: Border) -> dict[str, Any]:
         "calls": training.known_calls,
         "compiled": training.compiled,
         "positions": [dict(vars(position)) for position in positions],
-        "stopped": [*border.stopped.steps.items()],
-        "best": border.stopped.best.state(),
+        "stopped": [*border.kept.steps.items()],
+        "best": border.kept.best_state(),
     }
 
 

@@ -18,7 +18,7 @@ from hfusion.schedule.plan import Phase, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.source import Stream
-from hfusion.tasks.stopping import OnResult, StoppedMembers, answered
+from hfusion.tasks.stopping import KeptMembers, OnResult, answered
 from hfusion.tasks.task import Evaluation, Step
 
 
@@ -33,6 +33,7 @@ class Border:
         on_result: returns the members that stop. It is called with the lock ``asking`` held.
         listen: called with every event of the array.
         rates: float64 ``[B]``, the learning rates before the first minibatch.
+        aborted: returns whether the run is being aborted, so that evictions may be incomplete.
     """
 
     setup: Arrangement
@@ -40,11 +41,12 @@ class Border:
     training: Training
     streams: Sequence[Stream]
     scheduler: LRScheduler | None
-    stopped: StoppedMembers
+    kept: KeptMembers
     on_result: OnResult | None
     asking: Lock
     listen: Callable[[ArrayEvent], None]
     rates: Tensor
+    aborted: Callable[[], bool] = lambda: False
     # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
     _ended: int = 0
     _heard: int = 0
@@ -60,20 +62,20 @@ class Border:
 
         `on_result` gets the earlier results again, so that it can rebuild its state.
         """
-        self.stopped.resume(stopped)
+        self.kept.resume(stopped)
         self._note_stopped()
         self._ended = self._heard = len(self.training.losses)
         epochs = len(self.training.evaluations) // max(1, self.plan.evaluated)
         for epoch in range(epochs):
-            self.stopped.best.count(self._evaluation(epoch).losses)
+            self.kept.count(self._evaluation(epoch).losses)
         for step in range(len(self.training.losses) if self.on_result is not None else 0):
             self._ask(self._step(step))
             epoch, rest = divmod(step + 1, self.setup.task.epoch)
             if not rest and epoch <= epochs:
                 self._ask(self._evaluation(epoch - 1))
 
-    def ended(self, unit: Unit, broken: Callable[[], bool]) -> None:
-        """Handle the end of a unit. ``broken()`` returns whether the run is being aborted."""
+    def ended(self, unit: Unit) -> None:
+        """Handle the end of a unit."""
         training, plan = self.training, self.plan
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
             self._ended = unit.step + 1
@@ -81,13 +83,13 @@ class Border:
             if self._ended == plan.steps:
                 self.arrive()
         if plan.trained(unit):
-            self._trained(unit.step, broken)
+            self._trained(unit.step)
         elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
             self.arrive()
-            training.evaluations[unit.step] = self.stopped.hide(training.evaluations[unit.step])
+            training.evaluations[unit.step] = self.kept.hide(training.evaluations[unit.step])
             epoch, step = divmod(unit.step, plan.evaluated)
             if step == plan.evaluated - 1:
-                self._evaluated(epoch, broken)
+                self._evaluated(epoch)
 
     def arrive(self) -> None:
         """Wait for the losses of all minibatches that have ended, and pass them to callbacks."""
@@ -99,10 +101,10 @@ class Border:
         losses = self.training.losses
         while self._heard < min(self._ended, len(losses)):
             step, self._heard = self._heard, self._heard + 1
-            losses[step] = self.stopped.hide(losses[step])
+            losses[step] = self.kept.hide(losses[step])
             self._tell(self._step(step))
 
-    def _trained(self, step: int, broken: Callable[[], bool]) -> None:
+    def _trained(self, step: int) -> None:
         epoch = self.setup.task.epoch
         if self.plan.closes(step):
             self._step_scheduler("step", lambda: self._losses(step, step + 1))
@@ -110,14 +112,18 @@ class Border:
             self._step_scheduler("epoch", lambda: self._losses(step + 1 - epoch, step + 1))
         if self.on_result is not None:
             self.arrive()
-            self._stop(self._ask(self._step(step)), broken)
+            self._stop(self._ask(self._step(step)))
 
-    def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
+    def _evaluated(self, epoch: int) -> None:
         evaluation = self._evaluation(epoch)
         self._step_scheduler("epoch", lambda: evaluation.losses)
         self._tell(evaluation)
-        over = self._count(evaluation, broken)
-        self._stop({*over, *self._ask(evaluation)}, broken)
+        improved, over = self.kept.count(evaluation.losses)
+        if improved and self.setup.task.restores_best:
+            self.training.state.settle()
+            if not self.aborted():
+                self.kept.keep_best(improved)
+        self._stop({*(self.setup.members[row] for row in over), *self._ask(evaluation)})
 
     def _step_scheduler(self, interval: str, losses: Callable[[], Tensor]) -> None:
         """Step the scheduler where a loop over one member would: after each ``"step"`` or each ``"epoch"``.
@@ -129,7 +135,7 @@ class Border:
             return
         if isinstance(self.scheduler, PerMember):
             metrics = losses().mean(0) if any(self.scheduler.takes_metrics) else None
-            self.scheduler.step(metrics=metrics, rows=self.stopped.rows)
+            self.scheduler.step(metrics=metrics, rows=self.kept.rows)
         else:
             self.scheduler.step()
 
@@ -153,15 +159,6 @@ class Border:
             callback(heard)
         self.listen(heard)
 
-    def _count(self, result: Evaluation, broken: Callable[[], bool]) -> list[int]:
-        """Keep the weights of members that have improved. Return the members whose patience is over."""
-        improved, over = self.stopped.best.count(result.losses)
-        if improved and self.setup.task.restores_best:
-            self.training.state.settle()
-            if not broken():
-                self.stopped.best.keep(improved)
-        return [self.setup.members[row] for row in over]
-
     def _ask(self, result: Step | Evaluation) -> list[int]:
         """Call `on_result`, if there is one, and return the members that it stops."""
         if self.on_result is None:
@@ -170,19 +167,18 @@ class Border:
             answer: Any = self.on_result(result)
         return answered(answer, result)
 
-    def _stop(self, members: Collection[int], broken: Callable[[], bool]) -> None:
+    def _stop(self, members: Collection[int]) -> None:
         if not members:
             return
         self.training.state.settle()
-        # Evictions may be incomplete if a run is interrupted.
-        if not broken():
-            self.stopped.stop(members, self.training.minibatches)
+        if not self.aborted():
+            self.kept.stop(members, self.training.minibatches)
             self._note_stopped()
-            self.listen(ArrayNote("stopped", self.training.minibatches, tuple(self.stopped.steps)))
+            self.listen(ArrayNote("stopped", self.training.minibatches, tuple(self.kept.steps)))
 
     def _note_stopped(self) -> None:
-        self.training.over = self.stopped.all
-        self.training.idle = frozenset(range(len(self.setup.members))).difference(self.stopped.rows)
+        self.training.over = self.kept.all_stopped
+        self.training.idle = frozenset(range(len(self.setup.members))).difference(self.kept.rows)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class ResidentTraining(Training):
         if unit.phase is Phase.EVALUATE:
             self.ended(unit)
             if self.plan.saves(unit) and not self.over:
-                self.save(unit)
+                self.save()
 
     def spans(self, spans: Sequence[Span]) -> Iterator[Span]:
         """Yield the spans of slices divided among their minibatches."""
@@ -178,7 +178,7 @@ class ResidentTraining(Training):
             unit = self.slices.unit(unit.step, Phase.UPDATE)
             self.ended(unit)
         if self.plan.saves(unit) and not self.over:
-            self.save(unit)
+            self.save()
 
 
 def _warn(name: str, call: str, why: str) -> None:

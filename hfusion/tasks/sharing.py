@@ -17,7 +17,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import check_whole_stack
 from hfusion.tasks.reading import generators
-from hfusion.tasks.task import Task
+from hfusion.tasks.task import Task, listed_models
 
 # The tensors that runs of this process train in place, by id, with the task of each.
 _tensor_owners: dict[int, str] = {}
@@ -104,12 +104,9 @@ def _written(task: Task) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reached(task: Task) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(task.models, nn.Module):
-        yield from tensors(task.models)
-        return
-    for index, model in enumerate(task.models):
+    for index, model in enumerate(listed_models(task)):
         for name, tensor in tensors(model):
-            yield f"model {index}: {name}", tensor
+            yield name if model is task.models else f"model {index}: {name}", tensor
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -195,11 +195,11 @@ class Stream:
         task: Task,
         loader: Iterable[Any],
         members: Sequence[int],
-        loss: PerModel,
         programs: CutPrograms,
         planned: Shapes,
+        loss: PerModel,
         devices: Sequence[torch.device],
-        turn: AbstractContextManager[Any] | None = None,
+        turn: AbstractContextManager[Any],
     ) -> None:
         self._task = task
         self._loader = loader
@@ -209,7 +209,7 @@ class Stream:
         self._planned = planned
         self._devices = devices
         self._pins = any(backend(device).pins for device in devices)
-        self._turn = turn if turn is not None and not getattr(loader, "num_workers", None) else nullcontext()
+        self._turn = nullcontext() if getattr(loader, "num_workers", None) else turn
         self._open: Iterator[Any] | None = None
         self._resumed: Position | None = None
         self._began: Position | None = None

@@ -17,10 +17,10 @@ from hfusion.array.module import FusedModule
 from hfusion.checkpoint.save import member_stacks
 from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import has_rows, is_per_member
+from hfusion.core.membership import has_rows
 from hfusion.core.patience import Patience
-from hfusion.optim.base import FusedOptimizer
-from hfusion.tasks.task import Evaluation, Step, Task
+from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.task import Evaluation, Step
 
 Answer: TypeAlias = "bool | Tensor | Iterable[int] | None"
 OnResult: TypeAlias = Callable[[Step | Evaluation], Answer]
@@ -33,8 +33,14 @@ def answered(answer: Any, result: Step | Evaluation) -> list[int]:
     if hasattr(answer, "dtype") and not isinstance(answer, Tensor):
         # numpy's bools are not instances of bool.
         answer = torch.as_tensor(np.asarray(answer), device="cpu")
-    if isinstance(answer, Tensor):
-        answer = answer.tolist() if answer.dtype is not torch.bool or not answer.dim() else _marked(answer, result)
+    if isinstance(answer, Tensor) and answer.dtype is torch.bool and answer.dim():
+        if answer.shape != (len(result.members),):
+            raise PlanError(
+                f"on_result gave a bool tensor of shape {list(answer.shape)} for {len(result.members)} members of the "
+                f"task {result.task!r}: give one value for each"
+            )
+        return [member for member, stops in zip(result.members, answer.tolist(), strict=True) if stops]
+    answer = answer.tolist() if isinstance(answer, Tensor) else answer
     if answer is None or answer is False:
         return []
     if answer is True:
@@ -58,39 +64,48 @@ def answered(answer: Any, result: Step | Evaluation) -> list[int]:
     return members
 
 
-def _marked(answer: Tensor, result: Step | Evaluation) -> list[int]:
-    if answer.shape != (len(result.members),):
-        raise PlanError(
-            f"on_result gave a bool tensor of shape {list(answer.shape)} for {len(result.members)} members of the task "
-            f"{result.task!r}: give one value for each"
-        )
-    return [member for member, stops in zip(result.members, answer.tolist(), strict=True) if stops]
+NEVER = -1
 
 
-class StoppedMembers:
-    """The members of an array that have stopped. ``steps``: for each, how many minibatches it was trained on.
+class KeptMembers:
+    """The members of an array that have stopped, and host copies of their state and of each member's best weights.
 
-    The array still computes their rows, as all rows are computed together. A copy of their parameters, buffers,
-    optimizer state and hyper-parameters is kept on the host, and written back at the end. ``best``: the best weights.
+    The array still computes the rows of stopped members, as all rows are computed together. Their parameters, buffers,
+    optimizer state and hyper-parameters are written back at the end, and so are the best weights.
+
+    Attributes:
+        steps: the members that have stopped, each with the number of minibatches that it was trained on.
+        best_epochs: for each row, the epoch of its best evaluation; `NEVER` while there is none.
+        evaluated: the number of epochs that were counted.
+
+    Raises:
+        PlanError: members are to have best weights, but all train one shared tensor.
     """
 
-    def __init__(self, task: Task, members: Sequence[int], array: FusedModule, optimizer: FusedOptimizer) -> None:
+    def __init__(self, setup: Arrangement) -> None:
+        task, rows = setup.task, len(setup.array)
+        self._setup = setup
         self.steps: dict[int, int] = {}
-        self._members = list(members)
-        self._array = array
-        self._optimizer = optimizer
-        self._epochs = task.epochs
-        self.best = BestWeights(task, array)
-        self._stopped_copies: list[tuple[list[int], MemberTable]] = []
+        self._stopped: list[tuple[list[int], MemberTable]] = []
+        # The best weights, and the rows that have some.
+        self._best, self._has_best = MemberTable(rows), set[int]()
+        self._patience = (task.patience or Patience(sys.maxsize)).renewed()
+        self.best_epochs, self.evaluated = [NEVER] * rows, 0
+        wants_best = task.patience is not None or task.restore_best
+        if wants_best and (name := shared_parameter(setup.array)) is not None:
+            raise PlanError(
+                f"task {task.name!r} has patience or restore_best, which are of each member, but {name!r} is one "
+                "tensor that all members train: freeze it, or give each member its own"
+            )
 
     @property
     def rows(self) -> list[int]:
         """The rows of the members that have not stopped."""
-        return [row for row, member in enumerate(self._members) if member not in self.steps]
+        return [row for row, member in enumerate(self._setup.members) if member not in self.steps]
 
     @property
-    def all(self) -> bool:
-        return len(self.steps) == len(self._members)
+    def all_stopped(self) -> bool:
+        return len(self.steps) == len(self._setup.members)
 
     def stop(self, members: Iterable[int], steps: int) -> None:
         """Stop members after ``steps`` minibatches and copy their state. The array's tensors must be up to date.
@@ -102,10 +117,13 @@ class StoppedMembers:
         self.steps |= dict.fromkeys(fresh, steps)
         if not fresh:
             return
-        if not self.all:
-            self._check_apart(list(fresh))
-        rows = [self._members.index(member) for member in fresh]
-        self._stopped_copies.append((rows, self._table(self._stacks()).take(rows).to("cpu")))
+        if not self.all_stopped and (name := shared_parameter(self._setup.array)) is not None:
+            raise PlanError(
+                f"on_result stops members {list(fresh)} alone, but {name!r} is one tensor that all members train: stop "
+                "all of them (True), freeze it, or give each member its own"
+            )
+        rows = [self._setup.members.index(member) for member in fresh]
+        self._stopped.append((rows, self._table(self._stacks()).take(rows).to("cpu")))
 
     def resume(self, steps: Mapping[int, int]) -> None:
         """Stop members that had stopped in the resumed run. The array must hold their final state."""
@@ -120,72 +138,10 @@ class StoppedMembers:
         hidden[..., self.rows] = losses[..., self.rows]
         return hidden
 
-    def write(self, stacks: dict[str, Tensor]) -> None:
+    def write_stopped(self, stacks: dict[str, Tensor]) -> None:
         """Write the copies of stopped members into their rows of ``stacks``, which may hold other keys, too."""
-        for rows, copies in self._stopped_copies:
+        for rows, copies in self._stopped:
             self._table(stacks).put(rows, copies)
-
-    def _table(self, stacks: dict[str, Tensor]) -> MemberTable:
-        return MemberTable(len(self._members), stacks)
-
-    def put_back(self) -> None:
-        """Write stopped members back into the array and optimizer and, once training is over, all best weights."""
-        if self._stopped_copies:
-            self.write(self._stacks())
-            self._optimizer.forget()
-        if self.all or self.best.evaluated == self._epochs:
-            self.best.restore()
-
-    def _check_apart(self, members: Sequence[int]) -> None:
-        for name, param in self._array.named_parameters():
-            if param.requires_grad and not has_rows(param):
-                raise PlanError(
-                    f"on_result stops members {members} alone, but {name!r} is one tensor that all members train: stop "
-                    "all of them (True), freeze it, or give each member its own"
-                )
-
-    def _stacks(self) -> dict[str, Tensor]:
-        """Return the stacked tensors that training changes, by the keys of a save."""
-        changed = {f"module/{name}" for name in changed_tensors(self._array)}
-        stacks = member_stacks(self._array, self._optimizer)
-        return {key: stack for key, stack in stacks.items() if key in changed or not key.startswith("module/")}
-
-
-# The best weights of each member of a task, by its evaluation losses.
-
-NEVER = -1
-
-
-class BestWeights:
-    """Counts the evaluations of an array's members without an improvement, and keeps their best weights on the host.
-
-    Attributes:
-        epochs: for each row, the epoch of its best evaluation; `NEVER` while there is none.
-        evaluated: the number of epochs that were counted.
-
-    Raises:
-        PlanError: all members train one shared tensor.
-    """
-
-    def __init__(self, task: Task, array: FusedModule) -> None:
-        rule = Patience(sys.maxsize) if task.patience is None else task.patience
-        self._patience = rule.renewed()
-        self._task, self._array = task, array
-        # The best weights, and the rows that have some.
-        self._weights = MemberTable(len(array))
-        self._kept: set[int] = set()
-        self.epochs, self.evaluated = [NEVER] * len(array), 0
-        for name, param in array.named_parameters() if task.patience is not None or task.restore_best else ():
-            if param.requires_grad and not is_per_member(param) and len(array) > 1:
-                raise PlanError(
-                    f"task {task.name!r} has patience or restore_best, which are of each member, but {name!r} is one "
-                    "tensor that all members train: freeze it, or give each member its own"
-                )
-
-    @property
-    def _rule(self) -> list[Any]:
-        """The ``mode`` and ``least`` of the patience, which decide whether an evaluation is an improvement."""
-        return [self._patience.mode, self._patience.least]
 
     def count(self, losses: Tensor) -> tuple[list[int], list[int]]:
         """Count the evaluation of an epoch. Return the rows that improved, and the rows whose patience is over.
@@ -195,47 +151,63 @@ class BestWeights:
         waited = [self._patience.count(str(row), value) for row, value in enumerate(losses.double().mean(0).tolist())]
         improved = [row for row, count in enumerate(waited) if not count]
         for row in improved:
-            self.epochs[row] = self.evaluated
+            self.best_epochs[row] = self.evaluated
         self.evaluated += 1
         return improved, [row for row, count in enumerate(waited) if self._patience.is_over(count)]
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep_best(self, rows: Sequence[int]) -> None:
         """Copy the current weights of ``rows`` to the host. The array's tensors must be up to date."""
-        self._weights.put(rows, self._table().take(rows).to("cpu"))
-        self._kept.update(rows)
+        self._best.put(rows, self._weights().take(rows).to("cpu"))
+        self._has_best.update(rows)
 
-    def restore(self) -> None:
-        """Write each member's best weights into the array. A member without any keeps its weights."""
-        if rows := sorted(self._kept):
-            self._table().put(rows, self._weights.take(rows))
+    def put_back(self) -> None:
+        """Write stopped members back into the array and optimizer and, once training is over, all best weights."""
+        if self._stopped:
+            self.write_stopped(self._stacks())
+            self._setup.optimizer.forget()
+        ended = self.all_stopped or self.evaluated == self._setup.task.epochs
+        if ended and (rows := sorted(self._has_best)):
+            self._weights().put(rows, self._best.take(rows))
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint, without the evaluation losses; None if no weights are kept."""
-        if not self._task.restores_best:
+    def best_state(self) -> dict[str, Any] | None:
+        """Return the best weights for a checkpoint, without the evaluation losses; None if none are kept."""
+        if not self._setup.task.restores_best:
             return None
-        rows = [row in self._kept for row in range(len(self.epochs))]
-        return {"rule": self._rule, "rows": rows, "weights": self._weights.columns}
+        rule = [self._patience.mode, self._patience.least]
+        return {"rule": rule, "rows": sorted(self._has_best), "weights": self._best.columns}
 
-    def load_state(self, state: Mapping[str, Any] | None, path: Path) -> None:
-        """Load the weights of the checkpoint in ``path``. The earlier losses must be passed to `count`.
+    def load_best(self, state: Mapping[str, Any] | None, path: Path) -> None:
+        """Load the best weights of the checkpoint in ``path``. The earlier losses must be passed to `count`.
 
         Raises:
             CheckpointError: the weights that the task restores were not kept, or by another rule.
         """
-        if self._task.restores_best and (state is None or list(state["rule"]) != self._rule):
+        rule = [self._patience.mode, self._patience.least]
+        if self._setup.task.restores_best and (state is None or list(state["rule"]) != rule):
             how = "without restore_best" if state is None else f"with mode and least {list(state['rule'])}"
             raise CheckpointError(
-                f"{path} was saved {how}, so that the best weights of the task {self._task.name!r} before it, by "
-                f"{self._rule}, are not there: give the task as it was, or a new folder"
+                f"{path} was saved {how}, so that the best weights of the task {self._setup.task.name!r} before it, by "
+                f"{rule}, are not there: give the task as it was, or a new folder"
             )
         if state is not None:
-            self._weights.columns = {name: stack.clone() for name, stack in state["weights"].items()}
-            self._kept = {row for row, kept in enumerate(state["rows"]) if kept}
+            self._best.columns = {name: stack.clone() for name, stack in state["weights"].items()}
+            self._has_best = set(state["rows"])
 
-    def _table(self) -> MemberTable:
-        """Return the live stacks ``[B, *shape]`` that training changes, by key. Tied tensors appear once."""
-        changed = [item for item in changed_tensors(self._array).items() if has_rows(item[1])]
-        first = {id(tensor): name for name, tensor in reversed(changed)}
-        return MemberTable(
-            len(self._array), {name: tensor.detach() for name, tensor in changed if first[id(tensor)] == name}
-        )
+    def _table(self, stacks: dict[str, Tensor]) -> MemberTable:
+        return MemberTable(len(self._setup.members), stacks)
+
+    def _stacks(self) -> dict[str, Tensor]:
+        """Return the stacked tensors that training changes, by the keys of a save."""
+        changed = {f"module/{name}" for name in changed_tensors(self._setup.array)}
+        stacks = member_stacks(self._setup.array, self._setup.optimizer)
+        return {key: stack for key, stack in stacks.items() if key in changed or not key.startswith("module/")}
+
+    def _weights(self) -> MemberTable:
+        """Return the live parameters and buffers of `_stacks`."""
+        return self._table({key: stack for key, stack in self._stacks().items() if key.startswith("module/")})
+
+
+def shared_parameter(array: FusedModule) -> str | None:
+    """Return the name of a parameter that all members of an array train together; None if each trains its own."""
+    trained = [(name, param) for name, param in array.named_parameters() if param.requires_grad]
+    return next((name for name, param in trained if len(array) > 1 and not has_rows(param)), None)

@@ -252,14 +252,17 @@ class Task:
     @property
     def members(self) -> int:
         """The number of members, over all shapes."""
-        if isinstance(self.models, FusedModule):
-            return len(self.models)
-        return 1 if isinstance(self.models, nn.Module) else len(self.models)
+        return len(self.models) if isinstance(self.models, FusedModule) else len(listed_models(self))
 
 
 def _whole(count: object) -> bool:
     """Return whether a value is a whole number."""
     return isinstance(count, Integral) and not isinstance(count, bool)
+
+
+def listed_models(task: Task) -> Sequence[nn.Module]:
+    """Return the models of a task, of which a fused array is one."""
+    return [task.models] if isinstance(task.models, nn.Module) else task.models
 
 
 def shapes(models: Sequence[nn.Module]) -> list[list[int]]:

@@ -21,7 +21,6 @@ from hfusion.array.per_model import FunctionPrograms, PerModel
 from hfusion.capture.registered_tensors import device_of, tensors
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import first_line
-from hfusion.core.membership import membership
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector, plain
@@ -39,7 +38,8 @@ from hfusion.tasks.checkpoints import Checkpoints, interval
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.minibatch_border import Border, all_heard
 from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly
-from hfusion.tasks.stopping import OnResult, StoppedMembers
+from hfusion.tasks.source import CutPrograms, Minibatch, Stream, evaluation_parts, training_programs
+from hfusion.tasks.stopping import KeptMembers, OnResult, shared_parameter
 from hfusion.tasks.task import Task
 from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, joined
 
@@ -184,14 +184,19 @@ class _TrainRun:
         trained = frozenset(n for n, t in named_tensors.items() if t.requires_grad and id(t) in optimized)
         limits = clip_limits(setup)
         loss, devices = PerModel(task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
-        stream, recipe = setup.trained(plan, loss, devices, self._turn)
+        programs: CutPrograms = training_programs(task.name, setup.array, plan.shards)
+        opened = loss, devices, self._turn
+        stream = Stream(task, task.loader, setup.members, programs, setup.first.shapes[0], *opened)
         stack.callback(stream.close)
+        recipe = stream.prepare(setup.minibatch())
         streams, parts = [stream], [part.keys for part in recipe.parts]
         held = holdings(parts, names, trained)
         if task.eval_loader is not None:
             alike = [holding.all for holding in held]
-            evaluation, also = setup.evaluated(task.eval_loader, loss, devices, names, alike, self._turn)
+            programs = partial(evaluation_parts, setup.array, names, alike)
+            evaluation = Stream(task, task.eval_loader, setup.members, programs, setup.first.shapes[1], *opened)
             stack.callback(evaluation.close)
+            also = evaluation.prepare(Minibatch.of(task, setup.first.evaluated, setup.members))
             streams.append(evaluation)
             held = holdings([(*a, *b.keys) for a, b in zip(parts, also.parts, strict=True)], names, trained)
         # Who owns borrowed tensors is known from the captured programs only.
@@ -206,8 +211,8 @@ class _TrainRun:
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             makes = scheduler if callable(scheduler) else [scheduler[member] for member in setup.members]
             scheduler = PerMember(setup.optimizer, makes)
-        stopped = StoppedMembers(task, setup.members, setup.array, setup.optimizer)
-        saved = None if self.saves is None else self.saves.load(index, plan, scheduler, stopped.best)
+        kept = KeptMembers(setup)
+        saved = None if self.saves is None else self.saves.load(index, plan, scheduler, kept)
         # Gradients from before the run do not belong to it.
         setup.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
@@ -219,7 +224,7 @@ class _TrainRun:
             files.append(None if fits else self._folder.file(f"{index}-{shard.index}"))
         state = TaskTensors(named_tensors, held, setup.optimizer, files, pinned=pinned, carried=plan.carried)
         # Called after `state.close`, when the tensors have their own memory again.
-        stack.callback(stopped.put_back)
+        stack.callback(kept.put_back)
         stack.callback(state.close)
         if task not in self._seeds:
             drawn = torch.randint(1 << 62, (), device="cpu") if task.seed is None else task.seed
@@ -240,11 +245,11 @@ class _TrainRun:
             training = Training(*arguments)
         listen = partial(self.note, index)
         border = Border(
-            setup, plan, training, streams, scheduler, stopped, self._on_result, self._asking, listen, plain(rates)
+            setup, plan, training, streams, scheduler, kept, self._on_result, self._asking, listen, plain(rates)
         )
         if saved is not None:
             resume_from(saved, border)
-        listen(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(stopped.steps)))
+        listen(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(kept.steps)))
         self._note_end(border)
         return border
 
@@ -254,14 +259,11 @@ class _TrainRun:
 
     def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-
-        def on_unit_end(index: int, unit: Unit) -> None:
-            self._handle_unit_end(index, unit, bars, worker)
-
-        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self.trainings[index].ran(unit), self._save)
+        worker = DeviceWorker(devices, self.trainings, self._save)
         self._computing = worker.computing
         for index, training in enumerate(self.trainings):
-            training.ended, training.save = partial(on_unit_end, index), partial(worker.save, index)
+            self.borders[index].aborted = lambda: worker.stopping
+            training.ended, training.save = partial(self._unit_ended, bars, index), partial(worker.save, index)
         first = [border.units for border in self.borders]
         scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
         engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)
@@ -281,19 +283,19 @@ class _TrainRun:
             raise TrainError.of([name], cause or failed, report) from cause
         return self._report(engine, list(range(len(self.trainings))))
 
-    def _handle_unit_end(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
+    def _unit_ended(self, bars: TaskBars | None, index: int, unit: Unit) -> None:
         """Handle the end of a unit, and save arrays that have stopped."""
         border = self.borders[index]
         if self.saves is not None and border.plan.trained(unit):
             self.saves.bound(index, unit.step + 1)
-        border.ended(unit, lambda: worker.stopping)
+        border.ended(unit)
         over = border.training.over
         if bars is not None and (over or (unit.phase is Phase.BACKWARD and unit.shard == 0)):
             bars.reach(index, border.training.minibatches, over=over)
         if over and self.saves is not None:
-            self._save(index, unit)
+            self._save(index)
 
-    def _save(self, index: int, unit: Unit) -> None:
+    def _save(self, index: int) -> None:
         assert self.saves is not None
         self.saves.save(index, self.borders[index])
         self._note_end(self.borders[index])
@@ -323,7 +325,7 @@ class _TrainRun:
     def _part(self, index: int) -> tuple[tuple[int, ...], TaskReport]:
         """Return the members and the results of an array."""
         setup, border = self.arrangements[index], self.borders[index]
-        task, training, best = setup.task, border.training, border.stopped.best
+        task, training = setup.task, border.training
         losses, evaluated = torch.stack(training.losses), None
         if task.eval_loader is not None:
             rows = torch.stack([losses[0], *training.evaluations])[1:].to(losses.dtype)
@@ -331,11 +333,11 @@ class _TrainRun:
         return setup.members, TaskReport(
             losses,
             evaluated,
-            border.stopped.steps,
+            border.kept.steps,
             border.rates,
             ((setup.members, setup.array),),
             (self._array_report(index),),
-            torch.tensor(best.epochs, device="cpu") if task.restores_best else None,
+            torch.tensor(border.kept.best_epochs, device="cpu") if task.restores_best else None,
         )
 
     def _array_report(self, index: int) -> ArrayReport:
@@ -356,13 +358,11 @@ def clip_limits(arrangement: Arrangement) -> Tensor | None:
     """
     if arrangement.task.clip_norm is None:
         return None
-    for param in arrangement.array.parameters():
-        mark = membership(param)
-        if param.requires_grad and mark is not None and not mark.stacked and mark.members > 1:
-            raise PlanError(
-                f"task {arrangement.task.name!r} is clipped per member, but {mark.name!r} is one trained tensor for "
-                "all members, whose gradient is no member's own: freeze it, or give each member its own"
-            )
+    if (name := shared_parameter(arrangement.array)) is not None:
+        raise PlanError(
+            f"task {arrangement.task.name!r} is clipped per member, but {name!r} is one trained tensor for all "
+            "members, whose gradient is no member's own: freeze it, or give each member its own"
+        )
     limits = member_vector("clip_norm", arrangement.task.clip_norm, arrangement.task.members).as_subclass(Tensor)
     if not bool((limits >= 0).all()):
         raise PlanError(
