@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from hfusion.core.event_log import EventLog, first_line
 from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.timeline import Timeline
+from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Room, array_of
 from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.stopping import OnResult, answered
-from hfusion.tasks.task import Evaluation, Step, Task, listed_models
+from hfusion.tasks.task import Evaluation, Step, Task, listed_models, seed_of
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import Report, TaskReport, joined
 
@@ -58,20 +58,10 @@ class Drive:
     ) -> None:
         self._on_result = on_result
         self._arrays, self._executor, self._logs = list(placed), executor, ArrayLogs(log)
-        self._tasks = [array.task for array in placed]
-        # The entries of each task, and the minibatches of each entry.
-        self._numbers = {array.task: [number] for number, array in enumerate(placed)}
-        self._shown = [0] * len(placed)
-        # How many minibatches and evaluations of each array were passed to callbacks.
-        self._counts: Counter[tuple[int, type]] = Counter()
-        # How many were passed to ``on_result``, and the members that it stopped at each result.
-        self._on_result_counts: Counter[tuple[int, type]] = Counter()
-        self._stops: dict[tuple[int, type, int], list[int]] = {}
+        self._arrays_of = {array.task: [array] for array in placed}
         budgets = [device.budget for device in executor.devices]
         self._placement = Placement([array.size for array in placed], budgets, max_failures)
         self._parts = SharedParts(placed, executor)
-        self._done: dict[int, tuple[int, ArrayDone]] = {}
-        self._failed: dict[int, BaseException] = {}
         self._began = time.time()
         # When arrays began to wait for a device to join, and why the last device was lost.
         self._stranded_since: float | None = None
@@ -90,10 +80,14 @@ class Drive:
             for device, message in self._executor.wait(GLANCE):
                 self._hear(device, message)
             self._wait_for_devices()
-        return self._result()
+        report = self._report()
+        failed = [array for array in self._arrays if array.error is not None]
+        if failed:
+            first: Any = failed[0].error
+            raise TrainError.of(list(dict.fromkeys(array.task.name for array in failed)), first, report) from first
+        return report
 
     def _hear(self, device: int, message: Message) -> None:
-        running = self._placement.running
         if isinstance(message, Lost):
             self._lose(device, message.reason)
         elif isinstance(message, DeviceInfo):
@@ -101,111 +95,106 @@ class Drive:
         elif isinstance(message, ResultMessage):
             self._hear_results(device, message)
         elif isinstance(message, Divided):
-            self._divide(running[device], message.arrays)
+            self._divide(self._placement.running[device], message.arrays)
         elif isinstance(message, StopQuery):
             self._hear_results(device, message.told)
             self._executor.answer(device, self._answer(device, message.result))
         elif isinstance(message, Failure):
             self._fail(device, message.error_of(f"the process of {self._executor.devices[device].name!r}"))
         elif isinstance(message, ArrayDone):
-            number = self._placement.end(device)
-            self._done[number] = (device, message)
-            self._show(number, self._arrays[number].task.steps)
+            array = self._arrays[self._placement.end(device)]
+            array.done = device, message
+            self._show(array, array.task.steps)
 
     def _divide(self, number: int, arrays: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """Let a task be several arrays, of which its worker trains the first."""
-        task = self._arrays[number]
-        first, *others = (task.array(*array) for array in arrays)
-        self._arrays[number] = first
-        for other in others:
-            self._arrays.append(other)
-            self._shown.append(0)
-            self._numbers[task.task].append(self._placement.add(other.size))
+        whole = self._arrays[number]
+        parts = [whole.part(*array) for array in arrays]
+        self._arrays[number], self._arrays_of[whole.task] = parts[0], parts
+        for part in parts[1:]:
+            self._arrays.append(part)
+            self._placement.add(part.size)
 
-    def _show(self, number: int, steps: int) -> None:
-        self._shown[number] = steps
-        task = self._arrays[number].task
-        counts = [self._shown[other] for other in self._numbers[task]]
-        self.show(self._tasks.index(task), sum(counts) // len(counts))
+    def _show(self, array: PlacedArray, steps: int) -> None:
+        array.trained = steps
+        counts = [part.trained for part in self._arrays_of[array.task]]
+        self.show([*self._arrays_of].index(array.task), sum(counts) // len(counts))
 
-    def _note(self, device: int | None, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
-        if number is not None:
-            array = self._arrays[number]
-            location = {} if device is None else self._executor.devices[device].log_fields
-            self._logs.hear(array.job.name, array.task, array.job.members, event, location)
+    def _note(self, device: int | None, array: PlacedArray, event: Step | Evaluation | ArrayNote) -> None:
+        location = {} if device is None else self._executor.devices[device].log_fields
+        self._logs.hear(array.job.name, array.task, array.job.members, event, location)
+
+    def _array_on(self, device: int) -> PlacedArray | None:
+        """Return the array that a device trains."""
+        number = self._placement.running.get(device)
+        return None if number is None else self._arrays[number]
 
     def _hear_results(self, device: int, message: ResultMessage) -> None:
-        for result in message.results:
-            self._tell(device, result)
-        for note in message.notes:
-            self._note(device, self._placement.running.get(device), note)
-
-    def _tell(self, device: int, result: Step | Evaluation) -> None:
-        number = self._placement.running.get(device)
-        if number is None or number in self._failed:
+        array = self._array_on(device)
+        if array is None:
             return
-        array, count = self._arrays[number], self._count(number, result)
+        for result in message.results:
+            # Once an array is given up, results that its worker sends are ignored.
+            if array.error is None:
+                self._tell(device, array, result)
+        for note in message.notes:
+            self._note(device, array, note)
+
+    def _tell(self, device: int, array: PlacedArray, result: Step | Evaluation) -> None:
+        count = array.count(result)
         if isinstance(result, Step):
-            self._show(number, count)
-        if count <= self._counts[number, type(result)]:
+            self._show(array, count)
+        if count <= array.heard[type(result)]:
             # An array that lost its process repeats minibatches: callbacks have already received this result.
             return
-        self._counts[number, type(result)] = count
-        self._note(device, number, result)
+        array.heard[type(result)] = count
+        self._note(device, array, result)
         try:
             for callback in array.task.callbacks:
                 callback(result)
         except Exception as error:
-            # From here on, results that the node sends for this array are ignored.
-            self._give_up(device, number, error)
-
-    def _count(self, number: int, result: Step | Evaluation) -> int:
-        """Return the number of minibatches, or of evaluations, up to and including this result."""
-        if isinstance(result, Evaluation):
-            return result.epoch + 1
-        return result.epoch * self._arrays[number].task.epoch + result.step + 1
+            self._give_up(device, array, error)
 
     def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
         """Return the members that ``on_result`` stops. If it raises, give up the array and return no members."""
-        number = self._placement.running.get(device)
-        if number is None or number in self._failed or self._on_result is None:
+        array = self._array_on(device)
+        if array is None or array.error is not None or self._on_result is None:
             return []
-        key, count = (number, type(result)), self._count(number, result)
-        if count <= self._on_result_counts[key]:
-            # A repeated result gets its earlier answer: a stateful ``on_result`` could stop other members now.
-            return self._stops.get((*key, count), [])
-        self._on_result_counts[key] = count
-        try:
-            members = answered(self._on_result(result), result)
-        except Exception as error:
-            self._give_up(device, number, error)
-            return []
-        if members:
-            self._stops[*key, count] = members
-        return members
+        kind, count = type(result), array.count(result)
+        # A repeated result gets its earlier answer: a stateful ``on_result`` could stop other members now.
+        if count > array.asked[kind]:
+            array.asked[kind] = count
+            try:
+                if members := answered(self._on_result(result), result):
+                    array.stops[kind, count] = members
+            except Exception as error:
+                self._give_up(device, array, error)
+        return array.stops.get((kind, count), [])
 
-    def _give_up(self, device: int | None, number: int, error: BaseException) -> None:
+    def _give_up(self, device: int | None, array: PlacedArray, error: BaseException) -> None:
         """Mark an array as failed. Only its first error is kept."""
-        if number not in self._failed:
-            self._failed[number] = error
-            self._note(device, number, ArrayNote("failed", None, error=first_line(error)))
+        if array.error is None:
+            array.error = error
+            self._note(device, array, ArrayNote("failed", None, error=first_line(error)))
 
     def _fail(self, device: int, error: BaseException) -> None:
-        number = self._placement.running[device]
+        array = self._arrays[self._placement.running[device]]
         # What cannot be planned for this device may fit a larger one.
         if isinstance(error, PlanError):
             if self._placement.exceed(device):
                 return
         else:
             self._placement.end(device)
-        self._give_up(device, number, error)
+        self._give_up(device, array, error)
 
     def _lose(self, device: int, reason: str) -> None:
-        self._note(device, self._placement.running.get(device), ArrayNote("lost", None, error=reason))
+        if (array := self._array_on(device)) is not None:
+            self._note(device, array, ArrayNote("lost", None, error=reason))
         self._last_loss = f"{self._executor.devices[device].name!r} at last: {reason}"
         for number in self._placement.lose(device, back=self._executor.revive(device)):
             count = self._placement.failures[number]
-            self._give_up(device, number, DeviceLost(f"its device was lost {count} times, {self._last_loss}"))
+            error = DeviceLost(f"its device was lost {count} times, {self._last_loss}")
+            self._give_up(device, self._arrays[number], error)
 
     def _wait_for_devices(self) -> None:
         """Give up the arrays that fit no device, if none has joined for too long."""
@@ -219,67 +208,46 @@ class Drive:
             _log.warning("%d arrays wait for a device that they fit; lost was %s", len(stranded), self._last_loss)
         if now - self._stranded_since >= self._executor.timeout and not self._executor.starting:
             for number in self._placement.give_up_stranded():
-                self._give_up(None, number, DeviceLost(f"no device that it fits is left, {self._last_loss}"))
-
-    def _result(self) -> Report:
-        report = self._report()
-        if not self._failed:
-            return report
-        names = dict.fromkeys(self._arrays[number].task.name for number in sorted(self._failed))
-        first = self._failed[min(self._failed)]
-        raise TrainError.of(list(names), first, report) from first
+                error = DeviceLost(f"no device that it fits is left, {self._last_loss}")
+                self._give_up(None, self._arrays[number], error)
 
     def _report(self) -> Report:
+        """Return the report of the tasks that are done, and copy their state into the user's objects."""
         tasks: dict[str, TaskReport] = {}
-        for task, numbers in self._numbers.items():
-            if all(number in self._done and number not in self._failed for number in numbers):
-                tasks[task.name] = joined(
-                    [self._part(self._arrays[number], self._done[number][1]) for number in numbers]
-                )
-        plan = self._plan()
-        return Report(tasks, plan, self._timeline(plan), self._peak())
-
-    def _part(self, placed_array: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
-        """Return the members and report of an array, and copy its state into the user's objects."""
-        report = done.report[placed_array.task.name]
-        for generator, state in zip(loader_generators(placed_array.task), done.generators, strict=True):
-            generator.set_state(state)
-        array = array_of(placed_array.task, placed_array.job.members)
-        with torch.no_grad():
-            for name, tensor in tensors(array):
-                if name in done.tensors:
-                    tensor.copy_(done.tensors[name])
-        if isinstance(placed_array.task.optimizer, FusedOptimizer) and done.optimizer is not None:
-            placed_array.task.optimizer.load_state_dict(done.optimizer)
-        members = placed_array.job.members
-        return members, replace(report, _arrays=((members, array),))
-
-    def _plan(self) -> Plan:
+        for task, arrays in self._arrays_of.items():
+            parts = [(array, array.done[1]) for array in arrays if array.done is not None and array.error is None]
+            if len(parts) == len(arrays):
+                tasks[task.name] = joined([self._part(*part) for part in parts])
         devices = self._executor.devices
-        order = sorted(self._done)
-        tasks = tuple(self._done[number][1].report.plan.tasks[0] for number in order)
+        done = [array.done for array in self._arrays if array.done is not None]
         loads, evicts = ([getattr(device.rates, name) for device in devices] for name in ("load", "evict"))
         actions = max(device.rates.action_seconds for device in devices)
         budgets = {device.name: device.budget for device in devices}
-        return Plan(tasks, budgets, min(loads), min(evicts), actions)
+        plans = tuple(message.report.plan.tasks[0] for _, message in done)
+        plan = Plan(plans, budgets, min(loads), min(evicts), actions)
+        # The timeline is that of all devices since the driver started, by the clocks of the nodes.
+        spans, peak = list[Span](), dict.fromkeys(budgets, 0)
+        for number, message in done:
+            name, offset = devices[number].name, message.start_time - self._began
+            peak[name] = max(peak[name], *message.report.peak.values())
+            for span in message.report.timeline.actions:
+                spans.append(replace(span, device=name, start=span.start + offset, end=span.end + offset))
+        spans.sort(key=lambda span: span.start)
+        return Report(tasks, plan, Timeline(tuple(spans), tuple(budgets), plan.lower_bound), peak)
 
-    def _timeline(self, plan: Plan) -> Timeline:
-        """Return the timeline of all devices since the driver started, by the clocks of the nodes."""
-        names = [device.name for device in self._executor.devices]
-        spans = []
-        for device, done in self._done.values():
-            offset = done.start_time - self._began
-            for span in done.report.timeline.actions:
-                start, end = span.start + offset, span.end + offset
-                spans.append(replace(span, device=names[device], start=start, end=end))
-        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), plan.lower_bound)
-
-    def _peak(self) -> dict[str, int]:
-        peak = {device.name: 0 for device in self._executor.devices}
-        names = [*peak]
-        for device, done in self._done.values():
-            peak[names[device]] = max(peak[names[device]], *done.report.peak.values())
-        return peak
+    def _part(self, array: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
+        """Return the members and report of an array, and copy its state into the user's objects."""
+        task, members = array.task, array.job.members
+        for generator, state in zip(loader_generators(task), done.generators, strict=True):
+            generator.set_state(state)
+        fused = array_of(task, members)
+        with torch.no_grad():
+            for name, tensor in tensors(fused):
+                if name in done.tensors:
+                    tensor.copy_(done.tensors[name])
+        if isinstance(task.optimizer, FusedOptimizer) and done.optimizer is not None:
+            task.optimizer.load_state_dict(done.optimizer)
+        return members, replace(done.report[task.name], _arrays=((members, fused),))
 
 
 # Assign arrays to devices, without contacting any worker: the largest first, and whoever is idle takes the next.
@@ -298,13 +266,13 @@ class Placement:
     """
 
     def __init__(self, sizes: Sequence[float], budgets: Sequence[int], max_failures: int) -> None:
+        # A device that is lost has a budget of 0 from then on.
         self._budgets, self._max_failures = list(budgets), max_failures
         self._sizes: list[float] = []
-        self.failures: list[int] = []
+        self.failures = Counter[int]()
         # For each array, the memory of the largest device that was too small for it.
-        self._too_small: list[int] = []
+        self._too_small = Counter[int]()
         self.running: dict[int, int] = {}
-        self._lost: set[int] = set()
         self._waiting: list[int] = []
         for size in sizes:
             self.add(size)
@@ -317,17 +285,12 @@ class Placement:
     @property
     def stranded(self) -> list[int]:
         """The arrays that wait while none runs and no remaining device takes one of them."""
-        idle = not self.running and not any(self._next_array(device) is not None for device in self._remaining())
+        idle = not self.running and all(self._next_array(device) is None for device in range(len(self._budgets)))
         return sorted(self._waiting) if idle else []
-
-    def _remaining(self) -> Iterator[int]:
-        return (device for device in range(len(self._budgets)) if device not in self._lost)
 
     def add(self, size: float) -> int:
         """Let one more array wait, and return its index."""
         self._sizes.append(size)
-        self.failures.append(0)
-        self._too_small.append(0)
         self._wait(len(self._sizes) - 1)
         return len(self._sizes) - 1
 
@@ -336,7 +299,7 @@ class Placement:
 
     def starts(self) -> Iterator[tuple[int, int]]:
         """Yield each idle device that begins an array now, and that array."""
-        for device in self._remaining():
+        for device in range(len(self._budgets)):
             number = None if device in self.running else self._next_array(device)
             if number is not None:
                 self._waiting.remove(number)
@@ -355,7 +318,7 @@ class Placement:
         """Let the array on a device wait for a larger one. Return False if there is none; then the array has ended."""
         number = self.end(device)
         self._too_small[number] = self._budgets[device]
-        if any(self._budgets[other] > self._budgets[device] for other in self._remaining()):
+        if max(self._budgets) > self._budgets[device]:
             self._wait(number)
             return True
         return False
@@ -366,7 +329,7 @@ class Placement:
         Otherwise that array waits again.
         """
         if not back:
-            self._lost.add(device)
+            self._budgets[device] = 0
         if device not in self.running:
             return []
         number = self.end(device)
@@ -390,18 +353,29 @@ class Placement:
 # What is sent to the workers: tasks, their arrays, and the objects that they share.
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PlacedArray:
-    """A task, or an array of it once a worker has planned the task as several arrays.
+    """A task, or an array of it once a worker has planned the task as several arrays, and how far it is trained.
 
     Attributes:
         sent: a copy of the task, with a seed, as it is sent to the worker.
         job: its job, without the task.
+        trained: the minibatches that it was trained on.
+        heard, asked: how many minibatches and evaluations were passed to callbacks and to ``on_result``, by type.
+        stops: the members that ``on_result`` stopped, by the type of result and its number.
+        done: its device and its result.
+        error: why it was given up.
     """
 
     task: Task
     sent: Task
     job: ArrayJob
+    trained: int = 0
+    heard: Counter[type] = field(default_factory=Counter)
+    asked: Counter[type] = field(default_factory=Counter)
+    stops: dict[tuple[type, int], list[int]] = field(default_factory=dict)
+    done: tuple[int, ArrayDone] | None = None
+    error: BaseException | None = None
 
     @property
     def size(self) -> float:
@@ -410,10 +384,16 @@ class PlacedArray:
         modules = models if len(models) == 1 else [models[member] for member in self.job.members]
         return self.task.steps * float(sum(tensor.numel() for model in modules for _, tensor in tensors(model)))
 
-    def array(self, name: str, members: tuple[int, ...]) -> PlacedArray:
+    def count(self, result: Step | Evaluation) -> int:
+        """Return the number of minibatches, or of evaluations, up to and including this result."""
+        if isinstance(result, Evaluation):
+            return result.epoch + 1
+        return result.epoch * self.task.epoch + result.step + 1
+
+    def part(self, name: str, members: tuple[int, ...]) -> PlacedArray:
         """Return an array of this task."""
         job = replace(self.job, name=name, members=members, room=None)
-        return replace(self, job=job, sent=_with_models(self.sent, members))
+        return PlacedArray(self.task, _with_models(self.sent, members), job)
 
     def packed_job(self, parts: SharedParts) -> ArrayJob:
         """Return the job with the task."""
@@ -455,8 +435,7 @@ def placed_tasks(
     for task in tasks:
         members = tuple(range(task.members))
         # Drawn in the order in which one process draws them.
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if task.seed is None else task.seed
-        sent = replace(_with_models(task, members), seed=seed)
+        sent = replace(_with_models(task, members), seed=seed_of(task))
         job = ArrayJob(task.name, members, b"", {}, room, policy, checkpoint, every, asks, bool(task.callbacks))
         placed.append(PlacedArray(task, sent, job))
     return placed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -103,6 +106,7 @@ def _serve(
     device: Device, host: int, disk: Path, settings: Sequence[Callable[[], object]], parent: Parent
 ) -> Callable[[ArrayJob | CallJob | None], Any]:
     """Return the function that answers requests in the process of a device."""
+    atexit.register(_leave)
     # Code that starts processes here, such as a DataLoader, must work as in any other program.
     set_start_method(get_all_start_methods()[0], force=True)
     for setting in settings:
@@ -115,17 +119,26 @@ def _serve(
     return lambda job: trainer.info() if job is None else trainer.run(job, part)
 
 
-# Settings of a process that its results depend on. The first readable name of each row is used: torch refuses to read
-# the older one once the newer one was set.
-_FLAGS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("cudnn", "enabled"),),
-    (("cudnn", "benchmark"),),
-    (("cudnn", "deterministic"),),
-    (("cudnn", "allow_tf32"), ("cudnn.conv", "fp32_precision")),
-    (("cuda.matmul", "allow_tf32"), ("cuda.matmul", "fp32_precision")),
-    (("cuda.matmul", "allow_fp16_reduced_precision_reduction"),),
-    (("cuda.matmul", "allow_bf16_reduced_precision_reduction"),),
-    (("mkldnn", "enabled"),),
+def _leave() -> None:
+    """End this process at once: its last garbage collection frees nothing, and takes seconds on a busy machine."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# Switches in torch.backends that results depend on. Some have an older and a newer name: torch refuses to read the
+# older one once the newer one was set.
+_SWITCHES = (
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cudnn.allow_tf32",
+    "cudnn.conv.fp32_precision",
+    "cuda.matmul.allow_tf32",
+    "cuda.matmul.fp32_precision",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "mkldnn.enabled",
 )
 
 
@@ -136,30 +149,31 @@ def process_settings() -> list[Callable[[], object]]:
     return [
         partial(torch.set_num_threads, torch.get_num_threads()),
         partial(torch.set_default_dtype, torch.get_default_dtype()),
-        partial(_set_matmul_precision, torch.get_float32_matmul_precision()),
         partial(torch.use_deterministic_algorithms, deterministic, warn_only=warns),
-        *(partial(_set_flag, *flag) for names in _FLAGS for flag in _first_readable(names)),
-        partial(_set_draws, random.getstate(), np.random.get_state()),
+        partial(_set_switches, _switches()),
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
     ]
 
 
-def _set_draws(python_state: Any, numpy_state: Any) -> None:
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-
-
-def _set_matmul_precision(precision: str) -> None:
-    if torch.get_float32_matmul_precision() != precision:
-        torch.set_float32_matmul_precision(precision)
-
-
-def _set_flag(holder: str, name: str, value: Any) -> None:
-    if (holder, name, value) not in _first_readable(((holder, name),)):
-        setattr(attrgetter(holder)(torch.backends), name, value)
-
-
-def _first_readable(flags: Sequence[tuple[str, str]]) -> list[tuple[str, str, Any]]:
-    for holder, name in flags:
+def _switches() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    with suppress(RuntimeError):
+        values["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    for name in _SWITCHES:
         with suppress(RuntimeError, AttributeError):
-            return [(holder, name, getattr(attrgetter(holder)(torch.backends), name))]
-    return []
+            values[name] = attrgetter(name)(torch.backends)
+    return values
+
+
+def _set_switches(switches: dict[str, Any]) -> None:
+    """Set what differs in this process: setting the older name of an equal switch would forbid the newer one."""
+    for name, value in switches.items():
+        # Setting one may change those that follow.
+        if _switches().get(name) == value:
+            continue
+        holder, _, attribute = name.rpartition(".")
+        if holder:
+            setattr(attrgetter(holder)(torch.backends), attribute, value)
+        else:
+            torch.set_float32_matmul_precision(value)

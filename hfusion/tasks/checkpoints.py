@@ -39,11 +39,6 @@ def _names(arrangement: Arrangement) -> list[str]:
     return [f"member {member}" for member in arrangement.members]
 
 
-def interval(task: TaskPlan, every: int | None) -> int:
-    """Return the most minibatches of a task that may be lost: ``every``, or by default those of an epoch."""
-    return every or task.epoch or task.steps
-
-
 def check_folder(root: Path, names: Sequence[str], *, resume: bool, task: str | None = None) -> None:
     """Create the folder of a run, or check that its saves belong to arrays, or to tasks, of these names.
 

@@ -33,6 +33,7 @@ class Border:
         on_result: returns the members that stop. It is called with the lock ``asking`` held.
         listen: called with every event of the array.
         rates: float64 ``[B]``, the learning rates before the first minibatch.
+        eager: why the array is not compiled; empty if it is.
         aborted: returns whether the run is being aborted, so that evictions may be incomplete.
     """
 
@@ -46,6 +47,7 @@ class Border:
     asking: Lock
     listen: Callable[[ArrayEvent], None]
     rates: Tensor
+    eager: str
     aborted: Callable[[], bool] = lambda: False
     # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
     _ended: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -258,6 +259,11 @@ class Task:
 def _whole(count: object) -> bool:
     """Return whether a value is a whole number."""
     return isinstance(count, Integral) and not isinstance(count, bool)
+
+
+def seed_of(task: Task) -> int:
+    """Return the seed of a task. One that is not given is drawn from torch's generator."""
+    return int(torch.randint(1 << 62, (), device="cpu") if task.seed is None else task.seed)
 
 
 def listed_models(task: Task) -> Sequence[nn.Module]:

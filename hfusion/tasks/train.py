@@ -34,13 +34,13 @@ from hfusion.schedule.policy import Policy
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote, TaskBars
-from hfusion.tasks.checkpoints import Checkpoints, interval
+from hfusion.tasks.checkpoints import Checkpoints
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.minibatch_border import Border, all_heard
 from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly
 from hfusion.tasks.source import CutPrograms, Minibatch, Stream, evaluation_parts, training_programs
 from hfusion.tasks.stopping import KeptMembers, OnResult, shared_parameter
-from hfusion.tasks.task import Task
+from hfusion.tasks.task import Task, seed_of
 from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, joined
 
 
@@ -95,22 +95,14 @@ def train_arranged(
 
     ``listen`` is called with every event of an array, in the thread in which it occurs.
     """
-    # Tasks are saved twice per interval, as half of it is trained while a save is written.
-    saves = [None if checkpoint is None else math.ceil(interval(task, every) / 2) for task in plan.tasks]
-    tasks = [replace(task, save_every=count) for task, count in zip(plan.tasks, saves, strict=True)]
-    plan = replace(plan, tasks=tuple(tasks))
     with ExitStack() as stack:
         for one in arrangements:
             # Training leaves tensors in host memory.
             stack.callback(one.array.to, device_of(one.array))
-        run = _TrainRun(arrangements, plan, machine, checkpoint, every, on_result, listen)
-        stack.callback(run.close)
+        run = _TrainRun(stack, arrangements, plan, machine, on_result, listen)
+        if checkpoint is not None:
+            run.save_to(checkpoint, every)
         run.prepare()
-        for index, why in run.eager.items():
-            if not arrangements[index].task.compile:
-                # No warning: compile is False, or None, which compiles only if that pays.
-                continue
-            warnings.warn(eagerly(plan.tasks[index].name, why), stacklevel=3)
         bars = None
         if progress:
             names = [(one.name, one.steps) for one in plan.tasks]
@@ -119,41 +111,43 @@ def train_arranged(
 
 
 class _TrainRun:
-    """The arrays of one run, with what belongs to all of them. `close` releases their tensors and files."""
+    """The arrays of one run, with what belongs to all of them. ``stack`` releases their tensors and files."""
 
     def __init__(
         self,
+        stack: ExitStack,
         arrangements: Sequence[Arrangement],
         plan: Plan,
         machine: Machine,
-        checkpoint: Path | None,
-        every: int | None,
         on_result: OnResult | None,
         listen: ArrayListener | None,
     ) -> None:
         self.arrangements, self.plan, self._on_result, self._listen = arrangements, plan, on_result, listen
-        self._stack = ExitStack()
-        self.close = self._stack.close
-        self.saves = None
-        if checkpoint is not None:
-            most = [interval(task, every) for task in plan.tasks]
-            self.saves = Checkpoints(checkpoint, arrangements, most, len(plan.devices), self.note)
-            self._stack.callback(self.saves.close)
+        self._stack = stack
+        self._saves: Checkpoints | None = None
         # The device of each array that has begun.
         self._computing: Mapping[int, str] = {}
         self._asking = Lock()
         # All arrays of a task have one.
-        self._seeds: dict[Task, int] = {}
-        # For each array that runs eagerly, the reason.
-        self.eager: dict[int, str] = {}
+        self._seeds = {task: seed_of(task) for task in dict.fromkeys(setup.task for setup in arrangements)}
         self._devices = {device.name: device.physical for device in machine.devices}
         self._folder = SpillFolder(machine.disk)
-        self._stack.callback(self._folder.close)
+        stack.callback(self._folder.close)
         # Held while a minibatch is read: loaders of several tasks may read from one data set or file.
         self._turn = Lock()
         # Bytes of host memory that are left for shards at rest.
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
         self.borders: list[Border] = []
+
+    def save_to(self, checkpoint: Path, every: int | None) -> None:
+        """Save the arrays in a folder, so that a crash costs at most ``every`` minibatches; None: those of an epoch."""
+        most = [every or task.epoch or task.steps for task in self.plan.tasks]
+        self._saves = Checkpoints(checkpoint, self.arrangements, most, len(self.plan.devices), self.note)
+        self._stack.callback(self._saves.close)
+        # Tasks are saved twice per interval, as half of it is trained while a save is written.
+        pairs = zip(self.plan.tasks, most, strict=True)
+        tasks = tuple(replace(task, save_every=math.ceil(count / 2)) for task, count in pairs)
+        self.plan = replace(self.plan, tasks=tasks)
 
     def prepare(self) -> None:
         """Capture the arrays and allocate their tensors, or load their saves."""
@@ -212,7 +206,7 @@ class _TrainRun:
             makes = scheduler if callable(scheduler) else [scheduler[member] for member in setup.members]
             scheduler = PerMember(setup.optimizer, makes)
         kept = KeptMembers(setup)
-        saved = None if self.saves is None else self.saves.load(index, plan, scheduler, kept)
+        saved = None if self._saves is None else self._saves.load(index, plan, scheduler, kept)
         # Gradients from before the run do not belong to it.
         setup.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
@@ -226,15 +220,12 @@ class _TrainRun:
         # Called after `state.close`, when the tensors have their own memory again.
         stack.callback(kept.put_back)
         stack.callback(state.close)
-        if task not in self._seeds:
-            drawn = torch.randint(1 << 62, (), device="cpu") if task.seed is None else task.seed
-            self._seeds[task] = int(drawn)
         seed = self._seeds[task] if saved is None else saved["seed"]
         eager = eager_reason(setup, plan, draws=recipe.random)
         if task.compile is None and saved is not None and plan.resident:
             eager = "" if saved["compiled"] else "it was eager before its checkpoint, and goes on so"
-        if eager:
-            self.eager[index] = eager
+        if eager and task.compile:
+            warnings.warn(eagerly(plan.name, eager), stacklevel=5)
         arguments = plan, state, names, stream, streams[1] if streams[1:] else None, limits, seed
         training: Training
         if plan.resident:
@@ -244,9 +235,8 @@ class _TrainRun:
         else:
             training = Training(*arguments)
         listen = partial(self.note, index)
-        border = Border(
-            setup, plan, training, streams, scheduler, kept, self._on_result, self._asking, listen, plain(rates)
-        )
+        asks = self._on_result, self._asking
+        border = Border(setup, plan, training, streams, scheduler, kept, *asks, listen, plain(rates), eager)
         if saved is not None:
             resume_from(saved, border)
         listen(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(kept.steps)))
@@ -286,18 +276,18 @@ class _TrainRun:
     def _unit_ended(self, bars: TaskBars | None, index: int, unit: Unit) -> None:
         """Handle the end of a unit, and save arrays that have stopped."""
         border = self.borders[index]
-        if self.saves is not None and border.plan.trained(unit):
-            self.saves.bound(index, unit.step + 1)
+        if self._saves is not None and border.plan.trained(unit):
+            self._saves.bound(index, unit.step + 1)
         border.ended(unit)
         over = border.training.over
         if bars is not None and (over or (unit.phase is Phase.BACKWARD and unit.shard == 0)):
             bars.reach(index, border.training.minibatches, over=over)
-        if over and self.saves is not None:
+        if over and self._saves is not None:
             self._save(index)
 
     def _save(self, index: int) -> None:
-        assert self.saves is not None
-        self.saves.save(index, self.borders[index])
+        assert self._saves is not None
+        self._saves.save(index, self.borders[index])
         self._note_end(self.borders[index])
 
     def _timeline(self, engine: Engine) -> Timeline:
@@ -325,7 +315,9 @@ class _TrainRun:
     def _part(self, index: int) -> tuple[tuple[int, ...], TaskReport]:
         """Return the members and the results of an array."""
         setup, border = self.arrangements[index], self.borders[index]
-        task, training = setup.task, border.training
+        task, plan, training = setup.task, border.plan, border.training
+        calls = training.step.report().rows if isinstance(training, ResidentTraining) and training.compiled else ()
+        array = ArrayReport(plan.name, setup.members, plan.resident, len(plan.shards), calls, border.eager)
         losses, evaluated = torch.stack(training.losses), None
         if task.eval_loader is not None:
             rows = torch.stack([losses[0], *training.evaluations])[1:].to(losses.dtype)
@@ -336,15 +328,9 @@ class _TrainRun:
             border.kept.steps,
             border.rates,
             ((setup.members, setup.array),),
-            (self._array_report(index),),
+            (array,),
             torch.tensor(border.kept.best_epochs, device="cpu") if task.restores_best else None,
         )
-
-    def _array_report(self, index: int) -> ArrayReport:
-        arrangement, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
-        calls = training.step.report().rows if isinstance(training, ResidentTraining) and training.compiled else ()
-        members, shards = arrangement.members, len(plan.shards)
-        return ArrayReport(plan.name, members, plan.resident, shards, calls, self.eager.get(index, ""))
 
 
 # Limits on the gradients of an array, separate for each member.
