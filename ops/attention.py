@@ -44,37 +44,21 @@ def _weights_twice(sizes: Sizes) -> int:
 WRITTEN_OUT_KEEPS = Saves(KeptOperands.FACTORS, result=True, extra_bytes=_weights_thrice, workspace=_weights_twice)
 
 
-def attention(
-    site: Site,
-    query: Value,
-    key: Value,
-    value: Value,
-    attn_mask: Value | None,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
-) -> Answer:
-    if has_per_member((is_causal, scale, enable_gqa)):
-        operands = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "attn_mask": attn_mask,
-            "dropout_p": dropout_p,
-        }
-        return loop(site, {**operands, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa})
+def attention(site: Site, **arguments: Any) -> Answer:
+    query, key, value, attn_mask, dropout_p, *options = arguments.values()
+    if has_per_member(options):
+        return loop(site, arguments)
     rank = max(v.rank for v in (query, key, value))
     q, k, v = (x.to(STACKED, rank=rank) for x in (query, key, value))
     mask = attn_mask if attn_mask is None or attn_mask.shared else attn_mask.to(STACKED, rank=rank)
-    arguments = (q, k, v, mask, is_causal, scale, enable_gqa)
+    inputs = (q, k, v, mask, *options)
     if isinstance(dropout_p, MemberScalars) or dropout_p > 0:
-        return _with_dropout(site, dropout_p, query, key, arguments)
-    folded = site.call(attend, arguments, STACKED, "members as batch", efficiency=FUSED)
+        return _with_dropout(site, dropout_p, query, key, inputs)
+    folded = site.call(attend, inputs, STACKED, "members as batch", efficiency=FUSED)
     if not _short(query) or not _short(key):
         return folded
     written_out = site.call(
-        attend_written_out, arguments, STACKED, "written out", efficiency=WRITTEN_OUT, saves=WRITTEN_OUT_KEEPS
+        attend_written_out, inputs, STACKED, "written out", efficiency=WRITTEN_OUT, saves=WRITTEN_OUT_KEEPS
     )
     return folded, written_out
 

@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout
+from hfusion.core.tree import contains
 from hfusion.ops.rule import (
     Call,
     Operand,
@@ -45,39 +46,19 @@ def generic(site: Site, arguments: Mapping[str, Any]) -> Call:
 def vmapped(
     target: OpOverload, batched: tuple[Any, ...], positional: int, names: tuple[str, ...], *arguments: Any
 ) -> Any:
-    """``target`` under `torch.vmap`; ``batched`` marks, in the nest of arguments, the stacked tensors."""
-    flat: list[Any] = []
-    for item, mark in zip(arguments, batched, strict=True):
-        _collect(item, mark, flat)
+    """``target`` under `torch.vmap`; ``batched`` is 0 for each stacked tensor in the nest of arguments."""
 
-    def single(*rows: Any) -> Any:
-        fill = iter(rows)
-        whole = [_fill(item, mark, fill) for item, mark in zip(arguments, batched, strict=True)]
-        return target(*whole[:positional], **dict(zip(names, whole[positional:], strict=True)))
+    def single(*row: Any) -> Any:
+        return target(*row[:positional], **dict(zip(names, row[positional:], strict=True)))
 
-    return torch.vmap(single)(*flat)
+    return torch.vmap(single, in_dims=batched)(*arguments)
 
 
 def _batched(argument: Any) -> Any:
-    """True for a stacked operand, a tuple of marks for a nest that holds one, False for all else."""
-    if isinstance(argument, list | tuple):
-        marks = tuple(_batched(item) for item in argument)
-        return marks if any(marks) else False
-    return isinstance(argument, Operand)
-
-
-def _collect(item: Any, mark: Any, into: list[Any]) -> None:
-    if isinstance(mark, tuple):
-        for part, part_mark in zip(item, mark, strict=True):
-            _collect(part, part_mark, into)
-    elif mark:
-        into.append(item)
-
-
-def _fill(item: Any, mark: Any, rows: Any) -> Any:
-    if isinstance(mark, tuple):
-        return [_fill(part, part_mark, rows) for part, part_mark in zip(item, mark, strict=True)]
-    return next(rows) if mark else item
+    """Return the dim of the members for `torch.vmap`: 0 for a stacked operand, None for all else, nested like lists."""
+    if isinstance(argument, list | tuple) and contains(argument, Operand):
+        return type(argument)(_batched(item) for item in argument)
+    return 0 if isinstance(argument, Operand) else None
 
 
 def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
@@ -95,7 +76,7 @@ def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
 
 def _stand_in(argument: Any, members: int) -> Any:
     if isinstance(argument, list | tuple):
-        return [_stand_in(item, members) for item in argument]
+        return type(argument)(_stand_in(item, members) for item in argument)
     if isinstance(argument, Scalar):
         return _concrete(argument.example)
     if isinstance(argument, Value | Operand):

@@ -23,6 +23,7 @@ from hfusion.ops.rule import (
     RuleTable,
     Site,
     Value,
+    always_loop,
     in_order,
     loop,
     map_values,
@@ -254,26 +255,17 @@ _ALONG = along("dim", packed=NEEDS_1)
 STACKED = Layout.STACKED
 
 
-def embedding(
-    site: Site, weight: Value, indices: Value, padding_idx: Any, scale_grad_by_freq: bool, sparse: bool
-) -> Call:
+def embedding(site: Site, **arguments: Any) -> Call:
+    weight, indices, padding_idx, scale_grad_by_freq, sparse = arguments.values()
     if sparse or isinstance(padding_idx, MemberScalars) or (weight.shared and scale_grad_by_freq):
-        return loop(
-            site,
-            {
-                "weight": weight,
-                "indices": indices,
-                "padding_idx": padding_idx,
-                "scale_grad_by_freq": scale_grad_by_freq,
-                "sparse": sparse,
-            },
-        )
+        return loop(site, arguments)
     if weight.shared:
         return site.call(F.embedding, (indices.to(STACKED), weight, _index(padding_idx)), STACKED, "shared table")
-    arguments = (weight.to(STACKED), padding_idx, scale_grad_by_freq)
+    table = (weight.to(STACKED), padding_idx)
     if indices.shared and not scale_grad_by_freq:
-        return site.call(rows_of_all, (indices, *arguments[:2]), STACKED, "index_select")
-    return site.call(own_rows, (indices.to(STACKED), *arguments), STACKED, "one table of all members' rows")
+        return site.call(rows_of_all, (indices, *table), STACKED, "index_select")
+    operands = (indices.to(STACKED), *table, scale_grad_by_freq)
+    return site.call(own_rows, operands, STACKED, "one table of all members' rows")
 
 
 def _index(padding_idx: int) -> int | None:
@@ -309,19 +301,10 @@ def _without_padding(rows: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
     return torch.where(indices.eq(padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
-def bag(site: Site, **arguments: Any) -> Call:
-    return loop(site, arguments)
-
-
-_TABLES: RuleTable = {
-    aten.embedding.default: embedding,
-    aten.embedding_bag.default: bag,
-    aten.embedding_bag.padding_idx: bag,
-}
-
-
 RULES: RuleTable = {
-    **_TABLES,
+    aten.embedding.default: embedding,
+    aten.embedding_bag.default: always_loop,
+    aten.embedding_bag.padding_idx: always_loop,
     **table((aten.index.Tensor, aten._unsafe_index.Tensor), by_indices),
     aten.index_put.default: index_put,
     aten.index_select.default: index_select,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hfusion.core.layout import Layout, lift
 from hfusion.ops.lowering import Efficiency
-from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, loop, scalars_alike, table
+from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, always_loop, loop, scalars_alike, table
 from hfusion.ops.saved import FACTORS
 from hfusion.torch_private.dispatch_modes import in_transform
 
@@ -141,8 +141,9 @@ class TokenMajor(torch.autograd.Function):
         )
 
 
-def matmul(site: Site, self: Value, other: Value) -> Call:
+def matmul(site: Site, **factors: Value) -> Call:
     """`torch.matmul` of every combination of ranks; mm, bmm, mv and dot are special cases."""
+    self, other = factors.values()
     if self.rank > 2 and other.rank == 2 and not other.shared:
         if self.shared:
             return site.call(
@@ -180,18 +181,6 @@ def matmul_vectors(a: Tensor, b: Tensor, row: bool, column: bool) -> Tensor:
         return y
     # The row's dim of size 1 comes last where ``b``, a vector, took the columns' dim away.
     return y.squeeze(-1 if column or b.dim() == 1 else -2)
-
-
-def mm(site: Site, self: Value, mat2: Value) -> Call:
-    return matmul(site, self, mat2)
-
-
-def mv(site: Site, self: Value, vec: Value) -> Call:
-    return matmul(site, self, vec)
-
-
-def dot(site: Site, self: Value, tensor: Value) -> Call:
-    return matmul(site, self, tensor)
 
 
 def outer(site: Site, self: Value, vec2: Value) -> Call:
@@ -244,11 +233,6 @@ def bilinear_stacked(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + lift(bias, x1.dim() - 1)
 
 
-def matrix_exp(site: Site, self: Value) -> Call:
-    """Loop over members: torch approximates a single matrix and a batch differently, by up to 1e-11 (2.13)."""
-    return loop(site, {"self": self})
-
-
 def einsum(site: Site, equation: str, tensors: list[Value], path: Any) -> Call | None:
     fused = _einsum_of_array(equation, [v.shared for v in tensors])
     if fused is None:
@@ -274,15 +258,13 @@ def _einsum_of_array(equation: str, shared: list[bool]) -> str | None:
 
 RULES: RuleTable = {
     aten.linear.default: linear,
-    aten.matmul.default: matmul,
     aten.addmm.default: addmm,
     aten.addmv.default: addmv,
     aten.baddbmm.default: baddbmm,
-    aten.mv.default: mv,
-    aten.dot.default: dot,
     aten.outer.default: outer,
     aten.einsum.default: einsum,
     aten.bilinear.default: bilinear,
-    **table((aten.matrix_exp.default, aten.linalg_matrix_exp.default), matrix_exp),
-    **table((aten.mm.default, aten.bmm.default), mm),
+    **table((aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default), matmul),
+    # torch approximates a single matrix and a batch differently, by up to 1e-11 (2.13).
+    **table((aten.matrix_exp.default, aten.linalg_matrix_exp.default), always_loop),
 }

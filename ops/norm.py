@@ -106,18 +106,8 @@ def batch_norm_packed(
     return torch.batch_norm(x, _channels(weight), _channels(bias), mean, var, training, momentum, eps, cudnn)
 
 
-def batch_norm_stacked(
-    x: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    mean: Maybe,
-    var: Maybe,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """Normalise stacked ``x [B, N, C, *S]`` in the order of dims in which it is stored."""
-    rest = (weight, bias, mean, var, training, momentum, eps)
+def batch_norm_stacked(x: Tensor, *rest: Any) -> Tensor:
+    """Normalise stacked ``x [B, N, C, *S]`` in the memory order of its dims; ``rest`` as of a packed one."""
     members, _, channels = x.shape[:3]
     samples_outside = x.stride(1) > x.stride(2)
     if samples_outside and (x.dim() == 3 or x.stride(0) == channels * x.stride(2)):
@@ -141,18 +131,9 @@ def batch_norm_alone(x: Tensor, *rest: Any) -> Tensor:
 batch_norm_each = Memberwise(batch_norm_alone)
 
 
-def batch_norm_shared(
-    x: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    mean: Maybe,
-    var: Maybe,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
+def batch_norm_shared(x: Tensor, weight: Maybe, bias: Maybe, *rest: Any) -> Tensor:
     """One ``x [N, C, *S]``, one set of running statistics ``[C]``; weights ``[C]`` or stacked ``[B, C]``."""
-    y = torch.batch_norm(x, None, None, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+    y = torch.batch_norm(x, None, None, *rest, torch.backends.cudnn.enabled)
     return _scaled_channels(y, weight, bias)
 
 

@@ -283,11 +283,8 @@ def copy_(site: Site, self: Value, src: Value, non_blocking: Any = False) -> Cal
     return site.call(write, (self, src.to(Layout.STACKED, rank=self.rank)), Layout.STACKED, "write")
 
 
-_WRITES: RuleTable = {torch.ops.aten.copy_.default: copy_}
-
-
 RULES: RuleTable = {
-    **_WRITES,
+    aten.copy_.default: copy_,
     **table(_tagged(), elementwise),
     **table(_untagged(), elementwise),
     **table(_BOUNDED, clamp),

@@ -141,14 +141,9 @@ def pairwise_distance(site: Site, *, x1: Value, x2: Value, p: float, eps: float,
     return site.call(site.target, (a, b, p, eps, keepdim), Layout.STACKED, "stacked")
 
 
-_DISTANCES: RuleTable = {
+RULES: RuleTable = {
     aten.cosine_similarity.default: cosine_similarity,
     aten.pairwise_distance.default: pairwise_distance,
-}
-
-
-RULES: RuleTable = {
-    **_DISTANCES,
     **table(_SHAPE_KEEPING, along("dim", packed=NEEDS_1)),
     **table(_REDUCING, over),
     **table((aten.all.dim, aten.any.dim, aten.prod.dim_int, aten.count_nonzero.dim_IntList), over),

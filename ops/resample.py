@@ -133,16 +133,11 @@ def fractional(site: Site, **arguments: Any) -> Answer:
     return folding(at_once=AT_ONCE, loops=LOOP)(site, **arguments)
 
 
-_POOLS: RuleTable = merge(
+RULES: RuleTable = merge(
     table(POOLS_1D, folding(3, at_once=AT_ONCE, loops=LOOP)),
     table(POOLS_2D, folding(4, at_once=AT_ONCE, packed=PACKED, loops=LOOP)),
     table(POOLS_3D, folding(5, at_once=AT_ONCE, packed=PACKED, loops=LOOP)),
     table((aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default), fractional),
-)
-
-
-RULES: RuleTable = merge(
-    _POOLS,
     {aten.pad.default: pad, aten.constant_pad_nd.default: constant_pad},
     *(table(targets, folding(rank)) for rank, targets in PADS.items()),
     table((packet.default for packet in UPSAMPLES), folding()),

@@ -444,7 +444,4 @@ def _gru_differentiable(
     return differentiable_gradients(results, grads, inputs, needs_grad)
 
 
-_GRUS: RuleTable = {aten.gru.input: gru}
-
-
-RULES: RuleTable = {aten.lstm.input: lstm, **_GRUS}
+RULES: RuleTable = {aten.lstm.input: lstm, aten.gru.input: gru}

@@ -229,6 +229,11 @@ def loop(site: Site, arguments: Mapping[str, Any], efficiency: Efficiency = PLAI
     return site.call(call_per_member, whole, Layout.LISTED, "loop over members", efficiency=efficiency, loops=True)
 
 
+def always_loop(site: Site, **arguments: Any) -> Call:
+    """Rule of operators that always run once per member."""
+    return loop(site, arguments)
+
+
 def scalars_alike(rule: Rule) -> Rule:
     """Decorate a rule for scalars that are the same in all members: a loop over members is taken where one differs."""
 

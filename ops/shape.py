@@ -387,7 +387,7 @@ def cat_along(dim: int, least: int) -> Rule:
     return rule
 
 
-_JOINS: RuleTable = {
+RULES: RuleTable = {
     **table((aten.repeat.default, aten.tile.default), repeat),
     aten.repeat_interleave.self_int: repeat_interleave,
     **table((aten.cat.default, aten.concat.default, aten.concatenate.default), cat),
@@ -395,11 +395,6 @@ _JOINS: RuleTable = {
     aten.hstack.default: cat_along(1, 2),
     aten.vstack.default: cat_along(0, 2),
     aten.dstack.default: cat_along(2, 3),
-}
-
-
-RULES: RuleTable = {
-    **_JOINS,
     **table((aten.view.default, aten.reshape.default, aten._unsafe_view.default), reshape),
     **table((aten.view_as.default, aten.reshape_as.default), reshape_as),
     aten.flatten.using_ints: flatten,
