@@ -25,62 +25,49 @@ def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
         FusionError: the graphs differ in more than scalars.
     """
     result = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
     rows = [list(graph.nodes) for graph in graphs]
-    first_of = {variant: variants.index(variant) for variant in set(variants)}
-    places = [{node: k for k, node in enumerate(row)} for row in rows]
     if len({len(row) for row in rows}) > 1:
-        counts = ", ".join(f"model {first_of[v]}: {len(row)}" for v, row in enumerate(rows))
+        counts = ", ".join(f"model {variants.index(v)}: {len(row)}" for v, row in enumerate(rows))
         raise FusionError(f"the models' graphs have different numbers of nodes ({counts})")
-    for k, nodes in enumerate(zip(*rows, strict=True)):
-        new = result.node_copy(nodes[0], lambda n: env[n])
-        env[nodes[0]] = new
-        if len(nodes) > 1:
-            _merge(new, nodes, env, places, variants, k)
+    envs: list[dict[fx.Node, fx.Node]] = [{} for _ in rows]
+    for position, nodes in enumerate(zip(*rows, strict=True)):
+        first = nodes[0]
+        new = result.node_copy(first, envs[0].__getitem__)
+        for v, node in enumerate(nodes):
+            envs[v][node] = new
+            if (node.op, node.target) != (first.op, first.target):
+                raise FusionError(
+                    f"step {position} is {first.target} in model {variants.index(0)} and {node.target} in model "
+                    f"{variants.index(v)}"
+                )
+        if len(nodes) > 1 and first.op != "placeholder":
+            # By name, with defaults: a graph leaves out an argument that has its default value in one member only.
+            named = isinstance(first.target, OpOverload)
+            nests: list[Any] = [
+                fx.map_arg(_arguments(node) if named else (node.args, node.kwargs), env.__getitem__)
+                for node, env in zip(nodes, envs, strict=True)
+            ]
+            for nest in nests[1:]:
+                _check_alike(nests[0], nest, f"step {position}, {first.target},")
+            new.meta["arguments"] = _merged(nests[0], [nests[v] for v in variants])
     return result
 
 
-def _merge(
-    new: fx.Node,
-    nodes: Sequence[fx.Node],
-    env: dict[fx.Node, fx.Node],
-    places: Sequence[dict[fx.Node, int]],
-    variants: Sequence[int],
-    position: int,
-) -> None:
-    """Compare one node of every graph; note the scalars that differ."""
-    model = variants.index
-    for v, node in enumerate(nodes):
-        if (node.op, node.target) != (nodes[0].op, nodes[0].target):
-            raise FusionError(
-                f"step {position} is {nodes[0].target} in model {model(0)} and {node.target} in model {model(v)}"
-            )
-
-    def merge(items: Sequence[Any]) -> Any:
-        head = items[0]
-        if isinstance(head, fx.Node):
-            if any(not isinstance(i, fx.Node) or places[v][i] != places[0][head] for v, i in enumerate(items)):
-                raise FusionError(f"step {position}, {nodes[0].target}, has different operands in different models")
-            return env[head]
-        if isinstance(head, list | tuple):
-            if any(type(i) is not type(head) or len(i) != len(head) for i in items):
-                raise FusionError(f"step {position}, {nodes[0].target}, has {items} as arguments in the models")
-            merged = [merge(parts) for parts in zip(*items, strict=True)]
-            return merged if isinstance(head, list) else tuple(merged)
-        if isinstance(head, dict):
-            return {name: merge([i[name] for i in items]) for name in head}
-        if any(contains(item, fx.Node) for item in items):
-            raise FusionError(f"step {position}, {nodes[0].target}, has a tensor in some models, and {head} in others")
-        if all(same_value(item, head) for item in items):
-            return head
-        return MemberScalars(tuple(items[v] for v in variants))
-
-    if isinstance(nodes[0].target, OpOverload):
-        # By name, with defaults: a graph leaves out an argument that has its default value in one member only.
-        named = merge([by_name(nodes[0].target, node.args, node.kwargs) for node in nodes])
-        new.meta["arguments"] = ((), named)
-    elif nodes[0].op != "placeholder":
-        new.meta["arguments"] = tuple(merge([getattr(node, part) for node in nodes]) for part in ("args", "kwargs"))
+def _check_alike(first: Any, other: Any, where: str) -> None:
+    """Raise FusionError if the arguments of two models differ in more than scalars."""
+    if isinstance(first, fx.Node):
+        if other is not first:
+            raise FusionError(f"{where} has different operands in different models")
+    elif isinstance(first, list | tuple):
+        if type(other) is not type(first) or len(other) != len(first):
+            raise FusionError(f"{where} has {[first, other]} as arguments in the models")
+        for pair in zip(first, other, strict=True):
+            _check_alike(*pair, where)
+    elif isinstance(first, dict):
+        for name, item in first.items():
+            _check_alike(item, other[name], where)
+    elif contains(other, fx.Node):
+        raise FusionError(f"{where} has a tensor in some models, and {first} in others")
 
 
 def select(graph: fx.Graph, member: int) -> fx.Graph:
@@ -159,24 +146,35 @@ def fill_rows(
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     constants: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    trackers = {member: _ChangeTracker(member_changes) for member, member_changes in changes.items()}
+    # By member and call, the changes that were not found yet. A call without nodes had a result that is not used.
+    missing: dict[tuple[int, int], dict[Path, Any]] = {}
     for node in graph.nodes:
         new = env[node] = result.node_copy(node, env.__getitem__)
-        changing = [member for member, tracker in trackers.items() if tracker.covers(node)]
+        call = node.meta.get("call") if node.op == "call_function" else None
+        changing = [member for member, calls in changes.items() if call in calls]
         if "arguments" not in node.meta and not changing:
             continue
         every = node.meta.get("members", node.meta.get("arguments")) or _arguments(node)
         varying = contains(every, MemberScalars) or changing
         nests = [_of_row(every, row, env) for row in (rows if varying else rows[:1])]
         for member in changing:
-            replaced: dict[str, tuple[Tensor, Tensor]] = {}
-            nests[member] = ((), trackers[member].apply_changes(node, nests[member][1], replaced))
-            for name, pair in replaced.items():
-                constants.setdefault(name, {})[member] = pair
-        new.meta["members"] = _merged(every, nests, env) if varying else nests[0]
+            assert call is not None
+            absent = missing.setdefault((member, call), dict(changes[member][call]))
+            named = dict(nests[member][1])
+            for path, (old, new_value) in changes[member][call].items():
+                if path[0] in named and _replaces(named[path[0]], path[1:], old):
+                    if isinstance(old, Tensor):
+                        placeholder = _at(named[path[0]], path[1:])
+                        constants.setdefault(placeholder.name, {})[member] = old, new_value
+                    else:
+                        named[path[0]] = _replaced(named[path[0]], path[1:], new_value)
+                    absent.pop(path, None)
+            nests[member] = ((), named)
+        new.meta["members"] = _merged(every, nests) if varying else nests[0]
         new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
-    for tracker in trackers.values():
-        tracker.check()
+    for (_, call), absent in missing.items():
+        for path in absent:
+            raise Unexplained(f"argument {path[0]} of operator {call} is not as the code gave it")
     return result, constants
 
 
@@ -200,54 +198,17 @@ def _of_row(nest: Any, row: int, env: Mapping[fx.Node, fx.Node]) -> Any:
     return map_aggregate(nest, lambda item: of_member(item, row, env))
 
 
-def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) -> Any:
+def _merged(every: Any, nests: Sequence[Any]) -> Any:
     """Merge the members' ``nests``, with `MemberScalars` where they differ, or where ``every`` has them."""
     if isinstance(every, MemberScalars):
         return MemberScalars(tuple(nests))
-    if isinstance(every, fx.Node):
-        return env[every]
     if isinstance(every, dict):
-        return {name: _merged(item, [nest[name] for nest in nests], env) for name, item in every.items()}
+        return {name: _merged(item, [nest[name] for nest in nests]) for name, item in every.items()}
     if isinstance(every, list | tuple):
-        parts = [_merged(item, [nest[index] for nest in nests], env) for index, item in enumerate(every)]
+        parts = [_merged(item, [nest[index] for nest in nests]) for index, item in enumerate(every)]
         return tuple(parts) if isinstance(every, tuple) else parts
-    return nests[0] if all(same_value(nest, nests[0]) for nest in nests) else MemberScalars(tuple(nests))
-
-
-class _ChangeTracker:
-    """The changes of one member, and which of them were found in the graph."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._visited_calls: set[int] = set()
-        self._changed: set[tuple[int, Path]] = set()
-
-    def covers(self, node: fx.Node) -> bool:
-        return node.meta.get("call") in self._changes and node.op == "call_function"
-
-    def apply_changes(
-        self, node: fx.Node, named: dict[str, Any], constants: dict[str, tuple[Tensor, Tensor]]
-    ) -> dict[str, Any]:
-        """Return the arguments with their changed numbers filled in."""
-        call = node.meta["call"]
-        self._visited_calls.add(call)
-        result = dict(named)
-        for path, (old, new) in self._changes[call].items():
-            if path[0] in named and _replaces(named[path[0]], path[1:], old):
-                if isinstance(old, Tensor):
-                    constants[_at(named[path[0]], path[1:]).name] = old, new
-                else:
-                    result[path[0]] = _replaced(result[path[0]], path[1:], new)
-                self._changed.add((call, path))
-        return result
-
-    def check(self) -> None:
-        """Raise Unexplained if an operator of the graph does not hold the old value of a number to change."""
-        for call, paths in self._changes.items():
-            for path in paths:
-                # An operator without nodes had a result that is not used.
-                if call in self._visited_calls and (call, path) not in self._changed:
-                    raise Unexplained(f"argument {path[0]} of operator {call} is not as the code gave it")
+    alike = isinstance(every, fx.Node) or all(same_value(nest, nests[0]) for nest in nests)
+    return nests[0] if alike else MemberScalars(tuple(nests))
 
 
 def _at(item: Any, path: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,14 +51,12 @@ class Emitter:
         for fn, number, layout in route(operand, self.members):
             key = (node, fn, number)
             if key not in self.transitions:
-                self.transitions[key] = self._insert(fn, node, number, operand.value, layout)
+                text, view = ("copy", View.PERHAPS) if fn in COPYING else ("view", View.ALWAYS)
+                lowering = Lowering(fn, layout, text, saves=NOTHING, view=view)
+                self.transitions[key] = new = self.graph.call_function(fn, (node, number))
+                new.meta.update(layout=layout, example=operand.value.example, lowering=lowering, transition=True)
             node = self.transitions[key]
         return node
-
-    def _insert(self, fn: Any, node: fx.Node, number: int | None, value: Value, layout: Layout) -> fx.Node:
-        new = self.graph.call_function(fn, (node, number))
-        new.meta.update(layout=layout, example=value.example, lowering=_transition(fn, layout), transition=True)
-        return new
 
 
 def per_member(*values: Any) -> Listed:
@@ -67,11 +65,6 @@ def per_member(*values: Any) -> Listed:
 
 
 SCALARS = Lowering(per_member, Layout.LISTED, "scalars", saves=NOTHING)
-
-
-def _transition(fn: Callable[..., Any], layout: Layout) -> Lowering:
-    text, view = ("copy", View.PERHAPS) if fn in COPYING else ("view", View.ALWAYS)
-    return Lowering(fn, layout, text, saves=NOTHING, view=view)
 
 
 def batch(
@@ -93,33 +86,25 @@ def batch(
     waiting = iter(layouts)
     for node in graph.nodes:
         if node.op == "placeholder":
-            env[node] = _placeholder(emitter, node, next(waiting))
+            layout, example = next(waiting), node.meta.get("val")
+            new = emitter.graph.placeholder(node.name)
+            new.meta.update(layout=layout, example=example, origin=node)
+            env[node] = result(new, layout, example)
         elif node.op == "call_function":
-            env[node] = _rewrite(emitter, node, env, rules, (choices or {}).get(node))
+            choice, example = (choices or {}).get(node), node.meta.get("val")
+            calls = candidates(node, env, members, rules)
+            call = calls[0] if choice is None else calls[choice.index]
+            new = emitter.call(call.fn, call.args, call.kwargs)
+            new.meta.update(layout=call.layout, example=example, lowering=call.lowering, origin=node)
+            if choice is not None:
+                new.meta["choice"] = choice
+            env[node] = result(new, call.layout, example)
         elif node.op == "output":
             _output(emitter, node, env)
         else:
             raise FusionError(f"{node.op} {node.target} is in a captured graph; only calls are expected")
     emitter.graph.lint()
     return fx.GraphModule(torch.nn.Module(), emitter.graph)
-
-
-def _placeholder(emitter: Emitter, node: fx.Node, layout: Layout) -> Result:
-    new = emitter.graph.placeholder(node.name)
-    new.meta.update(layout=layout, example=node.meta.get("val"), origin=node)
-    return result(new, layout, node.meta.get("val"))
-
-
-def _rewrite(
-    emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result], rules: RuleTable, choice: Choice | None
-) -> Result:
-    calls = candidates(node, env, emitter.members, rules)
-    call = calls[0] if choice is None else calls[choice.index]
-    new = emitter.call(call.fn, call.args, call.kwargs)
-    new.meta.update(layout=call.layout, example=node.meta.get("val"), lowering=call.lowering, origin=node)
-    if choice is not None:
-        new.meta["choice"] = choice
-    return result(new, call.layout, node.meta.get("val"))
 
 
 def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None:

@@ -77,10 +77,12 @@ def check_array(module: fx.GraphModule, members: int) -> None:
             _need(lowering.fn is node.target, node, f"calls {node.target}, its lowering {lowering.fn}")
             _need(lowering.layout is node.meta["layout"], node, f"is {node.meta['layout']}, not {lowering.layout}")
             _need("origin" in node.meta or bool(node.meta.get("transition")), node, "has no operator as its origin")
-    if any(_reads(node) for node in graph.nodes):
+    if any(getattr(node.meta.get("origin"), "target", None) in _READING for node in graph.nodes):
         return
+    placeholders = graph.find_nodes(op="placeholder")
     with fakes():
-        _Fake(module, members).run(*_inputs(graph, members))
+        inputs = [_like(node.meta.get("example"), node.meta["layout"], members) for node in placeholders]
+        _Fake(module, members).run(*inputs)
 
 
 def check_links(graph: fx.Graph) -> None:
@@ -106,12 +108,6 @@ def fakes() -> Iterator[FakeTensorMode]:
         for context in (torch.inference_mode(False), torch.no_grad(), silence_tracers()):
             stack.enter_context(context)
         yield stack.enter_context(FakeTensorMode())
-
-
-def _inputs(graph: fx.Graph, members: int) -> list[Any]:
-    """Return fake inputs of an array's graph, in the layouts of its placeholders."""
-    nodes = graph.find_nodes(op="placeholder")
-    return [_like(node.meta.get("example"), node.meta["layout"], members) for node in nodes]
 
 
 def _like(example: Any, layout: Layout, members: int) -> Any:
@@ -155,7 +151,7 @@ class _Fake(fx.Interpreter):
         if n.op != "call_function" or n.meta["lowering"] is SCALARS:
             return super().run_node(n)
         layout, example = n.meta["layout"], n.meta.get("example")
-        if _opaque(n):
+        if getattr(n.meta.get("origin"), "target", None) is OPAQUE:
             return _like(example, layout, self.members)
         try:
             value = super().run_node(n)
@@ -195,15 +191,6 @@ class _Fake(fx.Interpreter):
             )
         else:
             _need(result_storages <= operand_storages, node, "is a copy, but its lowering declares a view")
-
-
-def _opaque(node: fx.Node) -> bool:
-    origin = node.meta.get("origin")
-    return origin is not None and origin.target is OPAQUE
-
-
-def _reads(node: fx.Node) -> bool:
-    return getattr(node.meta.get("origin"), "target", None) in _READING
 
 
 def _sized(example: Any) -> bool:

@@ -56,10 +56,8 @@ def functional(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[
         FusionError: a write to any other placeholder, or a write that has no functional form.
     """
     positions = {node: k for k, node in enumerate(graph.nodes)}
-    state = Rewriting(fx.Graph(), position=positions, parameters=parameters)
+    state = Rewriting(fx.Graph(), positions, differentiable(graph, writable), parameters)
     for node in graph.nodes:
-        if differentiable(state, node, writable):
-            state.differentiable.add(node)
         try:
             _rewrite(state, node, writable)
         except FusionError as error:
@@ -330,7 +328,7 @@ def _keep_statistics(state: Rewriting, node: fx.Node, new: fx.Node) -> None:
 
 def keep_old_values(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[str]) -> None:
     """Read a copy of a tensor where its value before a write is needed after it: by backward, or by the caller."""
-    gradients = _with_gradients(graph, writable)
+    gradients = differentiable(graph, writable)
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in writable | parameters]:
         writes = [user for user in node.users if _changes(user, node)]
         if not writes:
@@ -339,36 +337,24 @@ def keep_old_values(graph: fx.Graph, writable: frozenset[str], parameters: froze
         again = [user for user in node.users if user.target is aten.alias.default]
         direct_users = {*writes, *again, *(user for user in node.users if user.target in RUNNING_STATISTICS)}
         for source in (node, *again):
-            _keep_old_value(graph, source, writes, direct_users, gradients)
+            nodes = list(graph.nodes)
+            first = next((k for k in range(nodes.index(source), len(nodes)) if nodes[k] in writes), None)
+            if first is None:
+                continue
+            passed = set(nodes[first:])
+            readers = [user for user in _readers(source, direct_users) if user not in direct_users]
+            if any(user in gradients or user in passed or user.op == "output" for user in readers):
+                others = set(source.users).difference(direct_users)
+                with graph.inserting_after(source):
+                    old = graph.call_function(aten.clone.default, (source,))
+                old.meta["val"] = source.meta["val"]
+                source.replace_all_uses_with(old, others.__contains__)
 
 
 def _changes(user: fx.Node, buffer: fx.Node) -> bool:
     if user.target is OPAQUE:
         return buffer in user.args[2]  # type: ignore[operator]
     return user.target is aten.copy_.default and user.args[0] is buffer
-
-
-def _keep_old_value(
-    graph: fx.Graph, source: fx.Node, writes: list[fx.Node], direct_users: set[fx.Node], gradients: set[fx.Node]
-) -> None:
-    """Apply `keep_old_values` to ``source``, a buffer or an alias; ``direct_users`` use the buffer itself."""
-    nodes = list(graph.nodes)
-    after = nodes[nodes.index(source) :]
-    first = next((index for index, node in enumerate(after) if node in writes), None)
-    if first is None:
-        return
-    passed = set(after[first:])
-    readers = [user for user in _readers(source, direct_users) if user not in direct_users]
-    if any(user in gradients or user in passed or user.op == "output" for user in readers):
-        _read_copy(graph, source, direct_users)
-
-
-def _read_copy(graph: fx.Graph, buffer: fx.Node, direct_users: set[fx.Node]) -> None:
-    """Make all users of ``buffer`` except the ``direct_users`` use a copy of it."""
-    with graph.inserting_after(buffer):
-        old = graph.call_function(aten.clone.default, (buffer,))
-    old.meta["val"] = buffer.meta["val"]
-    buffer.replace_all_uses_with(old, lambda user: user is not old and user not in direct_users)
 
 
 def _readers(node: fx.Node, direct_users: set[fx.Node]) -> Iterator[fx.Node]:
@@ -379,23 +365,17 @@ def _readers(node: fx.Node, direct_users: set[fx.Node]) -> Iterator[fx.Node]:
             yield from _readers(user, direct_users)
 
 
-def _with_gradients(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:
-    """The calls that a gradient may flow through."""
-    state = Rewriting(graph)
+def differentiable(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:
+    """Return the nodes that a gradient may flow through."""
+    found: set[fx.Node] = set()
     for node in graph.nodes:
-        if differentiable(state, node, writable):
-            state.differentiable.add(node)
-    return state.differentiable
-
-
-def differentiable(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> bool:
-    """True if a gradient may flow through ``node``."""
-    example = node.meta.get("val")
-    if isinstance(example, Tensor) and not (example.is_floating_point() or example.is_complex()):
-        return False
-    if node.op == "placeholder":
-        return node.name not in writable
-    return node.target is not aten.detach.default and any(a in state.differentiable for a in node.all_input_nodes)
+        example = node.meta.get("val")
+        if isinstance(example, Tensor) and not (example.is_floating_point() or example.is_complex()):
+            continue
+        trained = node.name not in writable if node.op == "placeholder" else not found.isdisjoint(node.all_input_nodes)
+        if trained and node.target is not aten.detach.default:
+            found.add(node)
+    return found
 
 
 # Calls that write into a tensor given as ``out=``, as calls that give a result, and copies of it.

@@ -67,33 +67,25 @@ def sink_transposes(module: fx.GraphModule) -> fx.GraphModule:
             env[node].meta.update(node.meta)
         return env[node]
 
-    def keep(node: fx.Node, base: fx.Node, dims: tuple[int, int]) -> None:
-        views[node] = Transposed(base, dims)
-
     for node in module.graph.nodes:
         sources = node.all_input_nodes
         if node.target is aten.transpose.int:
-            (source,), dims = sources, _dims(node)
-            if source in views and views[source].dims == dims:
+            (source,), rank = sources, node.meta["val"].dim()
+            first, second = sorted(int(dim) % rank for dim in node.args[1:])
+            if source in views and views[source].dims == (first, second):
                 env[node] = views[source].base
             else:
-                keep(node, value(source), dims)
+                views[node] = Transposed(value(source), (first, second))
         elif node.target in IDENTITY and sources[0] in views:
-            keep(node, views[sources[0]].base, views[sources[0]].dims)
+            views[node] = views[sources[0]]
         elif _pointwise(node) and _alike(sources, views) and (sunk_val := _sunk(node, views)) is not None:
             base = graph.node_copy(node, lambda n: views[n].base)
             base.meta = {"val": sunk_val}
-            keep(node, base, views[sources[0]].dims)
+            views[node] = Transposed(base, views[sources[0]].dims)
         else:
             env[node] = graph.node_copy(node, value)
     graph.lint()
     return fx.GraphModule(module, graph)
-
-
-def _dims(node: fx.Node) -> tuple[int, int]:
-    rank = node.meta["val"].dim()
-    first, second = sorted(int(dim) % rank for dim in node.args[1:])  # type: ignore[arg-type]
-    return first, second
 
 
 def _pointwise(node: fx.Node) -> bool:
@@ -150,7 +142,9 @@ def transpose_products(module: fx.GraphModule) -> fx.GraphModule:
             return None
         first, second = product.args
         new = graph.call_function(product.target, (transposed(second), transposed(first)))
-        new.meta["val"] = _in_order(_val(node))
+        fake: Any = _val(node)
+        with fake.fake_mode:
+            new.meta["val"] = fake.clone(memory_format=torch.contiguous_format)
         return new
 
     rewritten = _rewritten(module, replaced)
@@ -188,12 +182,6 @@ def _transposes(node: fx.Node) -> bool:
         return False
     rank = _val(node).dim()
     return {int(dim) % rank for dim in node.args[1:]} == {rank - 2, rank - 1}  # type: ignore[arg-type]
-
-
-def _in_order(val: Tensor) -> Tensor:
-    fake: Any = val
-    with fake.fake_mode:
-        return val.clone(memory_format=torch.contiguous_format)
 
 
 def _val(node: fx.Node) -> Tensor:

@@ -94,7 +94,7 @@ def choose(
 
     Raises FusionError where no array can compute a node, whatever is chosen before it.
     """
-    last = _last_uses(graph)
+    last = {source: index for index, node in enumerate(graph.nodes) for source in node.all_input_nodes}
     # Inputs are no part of a state before they are used: a deep network has hundreds.
     waiting = dict(zip(graph.find_nodes(op="placeholder"), layouts, strict=True))
     alive: list[fx.Node] = []
@@ -110,34 +110,27 @@ def choose(
         if node.op == "call_function":
             states = _advance(node, alive, states, _NodeOptions(node, members, rules, price))
         elif node.op == "output":
-            return _decisions(min(_finished(node, alive, states, price), key=lambda path: path.cost))
+            end: Path | None = min(_finished(node, alive, states, price), key=lambda path: path.cost)
+            decisions: dict[fx.Node, Choice] = {}
+            while end is not None:
+                if end.decision is not None:
+                    decisions.update([end.decision])
+                end = end.previous
+            return decisions
         else:
             raise FusionError(f"{node.op} {node.target} is in a captured graph; only calls are expected")
         alive.append(node)
         keep = [k for k, value in enumerate(alive) if last.get(value, -1) > index]
-        states = _cheapest(_narrowed(states, keep), width)
-        alive = [alive[k] for k in keep]
+        # Values that are no longer used are dropped; of states that become equal, the cheapest is kept.
+        narrowed: dict[State, Path] = {}
+        for state, path in states.items():
+            less = tuple([state[k] for k in keep])
+            if less not in narrowed or path.cost < narrowed[less].cost:
+                narrowed[less] = path
+        if len(narrowed) > width:
+            narrowed = dict(sorted(narrowed.items(), key=lambda item: item[1].cost)[:width])
+        states, alive = narrowed, [alive[k] for k in keep]
     raise FusionError("a captured graph has no output")
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    return {source: index for index, node in enumerate(graph.nodes) for source in node.all_input_nodes}
-
-
-def _narrowed(states: Mapping[State, Path], keep: Sequence[int]) -> dict[State, Path]:
-    """Drop values that are no longer used; of states that become equal, keep the cheapest."""
-    narrowed: dict[State, Path] = {}
-    for state, path in states.items():
-        less = tuple([state[k] for k in keep])
-        if less not in narrowed or path.cost < narrowed[less].cost:
-            narrowed[less] = path
-    return narrowed
-
-
-def _cheapest(states: dict[State, Path], width: int) -> dict[State, Path]:
-    if len(states) <= width:
-        return states
-    return dict(sorted(states.items(), key=lambda item: item[1].cost)[:width])
 
 
 class _NodeOptions:
@@ -162,23 +155,17 @@ class _NodeOptions:
         env = {node: result(node, layout, node.meta.get("val")) for node, layout in inputs}
         calls = candidates(self.node, env, self.members, self.rules)
         prices = [self.price.call(self.node, call) for call in calls]
-        return [
-            Option(
-                call.layout,
-                Choice(k, prices[k], tuple((other.lowering, prices[j]) for j, other in enumerate(calls) if j != k)),
-                self._needs(call),
-            )
-            for k, call in enumerate(calls)
-        ]
-
-    def _needs(self, call: Call) -> tuple[tuple[fx.Node, Layout, float], ...]:
-        costs = {}
-        for operand in operands((call.args, call.kwargs)):
-            convert = conversion(operand.value, reached(operand))
-            if convert is not None:
-                key = (operand.value.node, reached(operand))
-                costs[key] = self.price.move(operand.value, convert)
-        return tuple((node, layout, cost) for (node, layout), cost in costs.items())
+        options = []
+        for k, call in enumerate(calls):
+            lost = tuple((other.lowering, prices[j]) for j, other in enumerate(calls) if j != k)
+            needs = {}
+            for operand in operands((call.args, call.kwargs)):
+                convert = conversion(operand.value, reached(operand))
+                if convert is not None:
+                    needs[operand.value.node, reached(operand)] = self.price.move(operand.value, convert)
+            costs = tuple((*conversion_key, cost) for conversion_key, cost in needs.items())
+            options.append(Option(call.layout, Choice(k, prices[k], lost), costs))
+        return options
 
 
 def _advance(
@@ -230,13 +217,3 @@ def _finished(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Pa
                 needs.append((source, Layout.STACKED, price.move(value, convert)))
         paths.append(Path(path.cost + _converted(state, index_of, needs)[1], None, path))
     return paths
-
-
-def _decisions(path: Path | None) -> dict[fx.Node, Choice]:
-    decisions: dict[fx.Node, Choice] = {}
-    while path is not None:
-        if path.decision is not None:
-            node, choice = path.decision
-            decisions[node] = choice
-        path = path.previous
-    return decisions

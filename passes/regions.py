@@ -45,7 +45,11 @@ def regions(module: fx.GraphModule, members: int) -> fx.GraphModule:
     nodes = list(module.graph.nodes)
     depths = _depths(nodes)
     order = sorted(nodes, key=lambda n: (n.op == "output", depths[n], not _memberwise(n)))
-    if any(_borders(n) for n in nodes) or list(filter(_random, nodes)) != list(filter(_random, order)):
+    borders = any(n.op == "call_function" and not isinstance(n.target, OpOverload) and has_effect(n) for n in nodes)
+    drawing, drawing_then = (
+        [n for n in sequence if draws_random(n.meta.get("origin", n).target)] for sequence in (nodes, order)
+    )
+    if borders or drawing != drawing_then:
         return module
     root, graph = nn.Module(), fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -105,15 +109,6 @@ def _memberwise(node: fx.Node) -> bool:
     return node.target is call_per_member or node.target is pick or isinstance(node.target, Memberwise)
 
 
-def _random(node: fx.Node) -> bool:
-    origin = node.meta.get("origin", node)
-    return draws_random(origin.target)
-
-
-def _borders(node: fx.Node) -> bool:
-    return node.op == "call_function" and not isinstance(node.target, OpOverload) and has_effect(node)
-
-
 def _gather(
     root: nn.Module, graph: fx.Graph, env: dict[fx.Node, fx.Node], group: list[fx.Node], members: int
 ) -> dict[fx.Node, fx.Node]:
@@ -124,7 +119,15 @@ def _gather(
     body = fx.Graph()
     member_env = {node: body.placeholder(f"{node.name}_row") for node in outside}
     for node in group:
-        member_env[node] = _one_member(body, member_env, node)
+        fn: Any = operator.getitem
+        if node.target is pick:
+            operands: Any = node.args, {}
+        elif node.target is call_per_member:
+            fn, _, *operands = node.args
+        else:
+            assert isinstance(node.target, Memberwise)
+            fn, (_, *operands) = node.target.member, node.args
+        member_env[node] = body.call_function(fn, *fx.map_arg(tuple(operands), member_env.__getitem__))
     body.output(tuple(member_env[node] for node in results))
     listed = tuple(node.meta.get("layout") is Layout.LISTED for node in outside)
     name = f"region_{len(list(root.children()))}"
@@ -135,18 +138,3 @@ def _gather(
         new_nodes[node] = graph.call_function(operator.getitem, (call, index))
         new_nodes[node].meta.update(node.meta)
     return new_nodes
-
-
-def _one_member(body: fx.Graph, member_env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    """One member's part of a loop."""
-    if node.target is pick:
-        source, index = node.args
-        return body.call_function(operator.getitem, (member_env[source], index))  # type: ignore[index]
-    fn: Any
-    if node.target is call_per_member:
-        fn, _, args, kwargs = node.args
-    else:
-        assert isinstance(node.target, Memberwise)
-        fn, (_, args, kwargs) = node.target.member, node.args
-    operands: Any = fx.map_arg((args, kwargs), lambda n: member_env[n])
-    return body.call_function(fn, *operands)

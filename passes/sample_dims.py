@@ -249,7 +249,9 @@ def _walk(graph: fx.Graph, batches: Collection[fx.Node]) -> tuple[int | None, ..
     symbols, where = frozenset(sizes), dict[fx.Node, int | None]()
     for node in graph.nodes:
         if node.op == "output":
-            return tuple(_output(result, where, symbols) for result in node.args[0])
+            counts = [result for result in node.all_input_nodes if _counts(result, symbols)]
+            check(not counts, "forward returns the number of samples")
+            return tuple(where[result] if isinstance(result, fx.Node) else None for result in node.args[0])
         try:
             if node.op != "placeholder":
                 _check_call(node, where, symbols)
@@ -309,13 +311,6 @@ def _counts(node: fx.Node, symbols: frozenset[Any]) -> bool:
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return False
     return bool(value.node.expr.free_symbols & symbols)
-
-
-def _output(result: Any, where: Mapping[fx.Node, int | None], symbols: frozenset[Any]) -> int | None:
-    if not isinstance(result, fx.Node):
-        return None
-    check(not _counts(result, symbols), "forward returns the number of samples")
-    return where[result]
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,14 +168,22 @@ def location(node: fx.Node) -> str:
 
 @dataclass
 class Rewriting:
-    """The new graph, each old node's current value, which node is a view of which, and the names of parameters."""
+    """A new graph that is being written.
+
+    Attributes:
+        position: the places of the old nodes.
+        differentiable: the old nodes that a gradient may flow through.
+        parameters: the names of parameters.
+        current: the current value of each old node, in the new graph.
+        parent: which old node is a view of which.
+    """
 
     graph: fx.Graph
+    position: Mapping[fx.Node, int]
+    differentiable: Set[fx.Node]
+    parameters: frozenset[str]
     current: dict[fx.Node, Any] = field(default_factory=dict)
     parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    position: dict[fx.Node, int] = field(default_factory=dict)
-    differentiable: set[fx.Node] = field(default_factory=set)
-    parameters: frozenset[str] = frozenset()
 
     def is_parameter(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node.name in self.parameters
@@ -323,45 +331,19 @@ def depends_on_strides(graph: fx.Graph, was_contiguous: bool) -> bool:
     if not written or not conditional:
         return False
     position = {node: k for k, node in enumerate(nodes)}
-    neighbors: dict[fx.Node, set[fx.Node]] = {node: set() for node in nodes}
+    # From each node to the root of the memory that it shares if all conditional views are views.
+    paths: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         source = node.args[0] if node.target in VIEW_OR_COPY or writes(node) else viewed(node)
-        if isinstance(source, fx.Node):
-            neighbors[node].add(source)
-            neighbors[source].add(node)
-    return any(
-        position[node] < position[write] and _separates(node, write, neighbors, position)
-        for write in written
-        for node in conditional
-    )
-
-
-def _separates(
-    node: fx.Node, write: fx.Node, neighbors: dict[fx.Node, set[fx.Node]], position: dict[fx.Node, int]
-) -> bool:
-    """True if ``write`` changes a value that is read later on the other side of ``node``, provided that is a view."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    result_side = _reachable(node, source, neighbors)
-    source_side = _reachable(source, node, neighbors)
-    if write in result_side:
-        # The caller sees a write into a placeholder.
-        other = source_side
-        if any(side_node.op == "placeholder" for side_node in other):
-            return True
-    elif write in source_side:
-        other = result_side
-    else:
-        return False
-    return any(position[user] > position[write] for value in other for user in value.users)
-
-
-def _reachable(start: fx.Node, without: fx.Node, neighbors: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """The nodes that share memory with ``start`` along edges other than the one to ``without``."""
-    reached, waiting = {start}, [node for node in neighbors[start] if node is not without]
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += neighbors[node]
-    return reached
+        paths[node] = [node, *(paths[source] if isinstance(source, fx.Node) else ())]
+    for node in conditional:
+        for write in written:
+            if position[node] > position[write] or paths[node][-1] is not paths[write][-1]:
+                continue
+            # What shares memory with the written tensor only if ``node`` is a view.
+            below = node in paths[write]
+            others = [x for x in nodes if paths[x][-1] is paths[node][-1] and (node in paths[x]) is not below]
+            # The caller sees a write into a placeholder.
+            if any(x.op == "placeholder" or any(position[u] > position[write] for u in x.users) for x in others):
+                return True
+    return False

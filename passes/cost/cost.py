@@ -169,7 +169,12 @@ class _Tracing:
         for saved in saves(node, self.tracked):
             if self.roots[saved].saved is None:
                 self.roots[saved].saved = index
-        extra_bytes, workspace = self._saved_and_workspace_bytes(node)
+        # Bytes saved in addition to operands and result, and those of temporaries.
+        counts = lowering(node).saves.extra_bytes, lowering(node).saves.workspace
+        extra_bytes = workspace = 0
+        if any(counts):
+            sizes = sizes_of(node.meta["origin"], self.estimates.batch)
+            extra_bytes, workspace = (0 if count is None else count(sizes) * self.copies(node) for count in counts)
         tracked = node in self.tracked
         durations = self._seconds(node, is_view=any(self.roots[source] is root for source in node.all_input_nodes))
         self.steps.append(OperatorCost(_where(node), *durations, extra_bytes if tracked else 0, workspace))
@@ -197,18 +202,6 @@ class _Tracing:
         traffic = sum(self.bytes(value) for value in (node, *node.all_input_nodes))
         return self.estimates.operator(lowering(node), node, node.meta["origin"], self.copies(node), traffic)
 
-    def _saved_and_workspace_bytes(self, node: fx.Node) -> tuple[int, int]:
-        """Return the bytes saved in addition to operands and result, and the bytes of temporaries."""
-        saves = lowering(node).saves
-        if saves.extra_bytes is None and saves.workspace is None:
-            return 0, 0
-        sizes = sizes_of(node.meta["origin"], self.estimates.batch)
-        counts = (
-            0 if count is None else count(sizes) * self.copies(node) for count in (saves.extra_bytes, saves.workspace)
-        )
-        extra_bytes, workspace = counts
-        return extra_bytes, workspace
-
     def line(self, count: int) -> Line:
         unique = list({id(root): root for root in self.roots.values()}.values())
         weights = [Weight(r.size, tuple(r.uses), r.trained, r.written) for r in unique if r.slot is not None and r.uses]
@@ -230,11 +223,6 @@ class _Tracing:
             for use in uses if root.slot is not None and len(uses) > 1 else uses[:-1]:
                 summed[use] += root.size
         return summed
-
-
-def family_of(node: fx.Node) -> str:
-    """`family` of the member's operator that the array's ``node`` computes; a transition's own name."""
-    return family(node.meta.get("origin", node))
 
 
 def lowering(node: fx.Node) -> Lowering:
@@ -281,4 +269,5 @@ def _where(node: fx.Node) -> str:
     """Return a text such as ``relu_default (relu at net.py:12)``."""
     origin = node.meta.get("origin")
     at = source_line(origin) if origin is not None else ""
-    return f"{node.name} ({family_of(node)}{f' at {at}' if at else ''})"
+    # A transition has no operator of a member.
+    return f"{node.name} ({family(origin or node)}{f' at {at}' if at else ''})"

@@ -110,36 +110,20 @@ def _shape(item: Any, batch: SymbolSizes) -> Any:
     return concrete(value.shape, batch) if isinstance(value, Tensor) else value
 
 
-def _product(sizes: Sequence[int]) -> int:
-    return math.prod(sizes)
-
-
 def _times(first: str) -> Formula:
     """Return a formula for products that sum over the last dim of the factor named ``first``."""
     return lambda shapes, out: 2 * math.prod(out) * int(shapes[first][-1])
 
 
-def _addbmm(shapes: Shapes, out: Shape) -> int:
-    return 2 * _product(shapes["batch1"]) * int(shapes["batch2"][-1])
-
-
 def _convolution(shapes: Shapes, out: Shape) -> int:
     """Count operations: one filter ``weight[o]`` per result or, if transposed, ``weight[i]`` per input."""
-    positions = shapes["input"] if shapes.get("transposed") else out
-    return 2 * _product(positions) * _product(shapes["weight"][1:])
+    positions: Shape = shapes["input"] if shapes.get("transposed") else out
+    filters: Shape = shapes["weight"]
+    return 2 * math.prod(positions) * math.prod(filters[1:])
 
 
 def _transposed(shapes: Shapes, out: Shape) -> int:
     return _convolution({**shapes, "transposed": True}, out)
-
-
-def _attention(shapes: Shapes, out: Shape) -> int:
-    query, key, value = shapes["query"], shapes["key"], shapes["value"]
-    return 2 * _product(query[:-1]) * int(key[-2]) * int(query[-1] + value[-1])
-
-
-def _bilinear(shapes: Shapes, out: Shape) -> int:
-    return 2 * math.prod(out) * _product(shapes["weight"][1:])
 
 
 def _einsum(shapes: Shapes, out: Shape) -> int:
@@ -171,8 +155,8 @@ _FORMULAS: dict[str, Formula] = dict.fromkeys(RECURRENT, _rows) | {
     "addmm": _times("mat1"),
     "addmv": _times("mat"),
     "baddbmm": _times("batch1"),
-    "addbmm": _addbmm,
-    "bilinear": _bilinear,
+    "addbmm": lambda shapes, out: 2 * math.prod(shapes["batch1"]) * shapes["batch2"][-1],
+    "bilinear": lambda shapes, out: 2 * math.prod(out) * math.prod(shapes["weight"][1:]),
     "einsum": _einsum,
     "conv1d": _convolution,
     "conv2d": _convolution,
@@ -181,5 +165,7 @@ _FORMULAS: dict[str, Formula] = dict.fromkeys(RECURRENT, _rows) | {
     "conv_transpose1d": _transposed,
     "conv_transpose2d": _transposed,
     "conv_transpose3d": _transposed,
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": lambda shapes, out: (
+        2 * math.prod(shapes["query"][:-1]) * shapes["key"][-2] * (shapes["query"][-1] + shapes["value"][-1])
+    ),
 }

@@ -36,7 +36,7 @@ from hfusion.core.layout import (
 )
 from hfusion.core.tree import leaves
 from hfusion.device.calibrate import ComputeRates, compute_rates
-from hfusion.ops.lowering import PLAIN, Efficiency, Lowering
+from hfusion.ops.lowering import PLAIN, Lowering
 from hfusion.ops.rule import Call, Operand, Value, hint
 from hfusion.passes.cost.flops import SymbolSizes, bytes_of, dtype_of, family, floating, flops, products, sizes_of
 
@@ -104,7 +104,8 @@ class Estimates:
         """
         rates, tracked = self.rates, node in self.tracked
         trained = [source.meta.get("val", source.meta.get("example")) for source in _tracked_inputs(node, self.tracked)]
-        efficiency = efficiency_on(rates, lowering)
+        # Fitted to another device of its kind.
+        efficiency = lowering.efficiency if rates.device == "cpu" else lowering.efficiency.gpu or PLAIN
         speed = rates.flops_of(dtype_of(origin)) * efficiency.arithmetic
         # Operations besides those of products count as those of float32.
         more = 0.0 if efficiency.more is None else copies * efficiency.more(sizes_of(origin, self.batch))
@@ -132,11 +133,6 @@ class Estimates:
             more = REORDERED if convert in REORDERING else PIXELS if convert in BETWEEN_PIXELS else (0, 0)
             forward, backward = forward + more[0], backward + more[1]
         return self.passes(1 + (self.members if convert in LOOPING else 0), (forward, backward), size, tracked)
-
-
-def efficiency_on(rates: ComputeRates, lowering: Lowering) -> Efficiency:
-    """Return what a lowering takes of ``rates``, as fitted to another device of its kind."""
-    return lowering.efficiency if rates.device == "cpu" else lowering.efficiency.gpu or PLAIN
 
 
 def reorders(rates: ComputeRates) -> bool:
@@ -190,8 +186,19 @@ class Model:
         members = self.estimates.members
         if call.lowering.view.likely:
             views = self.estimates.views(members if call.lowering.loops else 1, node in self.estimates.tracked)
-            return views.total + self._unfolding(node, call)
-        return self.estimates.operator(call.lowering, node, node, members, self._traffic(node, call)).total
+            # Channels-last makes a view that merges the dims of an image in a loop a copy.
+            loops = call.layout is Layout.LISTED and reorders(self.estimates.rates)
+            if not loops or _is_image(node) or not any(map(_is_image, node.all_input_nodes)):
+                return views.total
+            copy = self.estimates.passes(0, REORDERED, self._size(node), node in self.estimates.tracked)
+            return views.total + copy.total
+        # Operands and result of all members; a loop reads shared operands once per member.
+        traffic = self._size(node)
+        for item in leaves((call.args, call.kwargs), (Value, Operand)):
+            value = item.value if isinstance(item, Operand) else item
+            alone = value.shared and call.layout is not Layout.LISTED
+            traffic += self.bytes.get(value.node, 0) * (1 if alone else members)
+        return self.estimates.operator(call.lowering, node, node, members, traffic).total
 
     def move(self, value: Value, convert: Conversion) -> float:
         """Return the seconds to convert ``value`` to another layout, backward included."""
@@ -202,22 +209,6 @@ class Model:
     def _size(self, node: fx.Node) -> int:
         """Return the bytes of a value for all members."""
         return self.bytes.get(node, 0) * self.estimates.members
-
-    def _unfolding(self, node: fx.Node, call: Call) -> float:
-        """Return the seconds to copy an image whose dims a view merges in a loop; channels-last makes that a copy."""
-        loops = call.layout is Layout.LISTED and reorders(self.estimates.rates)
-        if not loops or _is_image(node) or not any(map(_is_image, node.all_input_nodes)):
-            return 0.0
-        return self.estimates.passes(0, REORDERED, self._size(node), node in self.estimates.tracked).total
-
-    def _traffic(self, node: fx.Node, call: Call) -> int:
-        """Return the bytes of operands and result for all members; a loop reads shared operands once per member."""
-        total = self._size(node)
-        for item in leaves((call.args, call.kwargs), (Value, Operand)):
-            value = item.value if isinstance(item, Operand) else item
-            alone = value.shared and call.layout is not Layout.LISTED
-            total += self.bytes.get(value.node, 0) * (1 if alone else self.estimates.members)
-        return total
 
 
 def _varying(example: Any) -> int | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
-from hfusion.passes.cost.cost import Line, line
+from hfusion.passes.cost.cost import line
 from hfusion.passes.cost.flops import SymbolSizes
 from hfusion.passes.partition.segments import Segment, Segments
 from hfusion.schedule.engine import simulate
@@ -63,7 +63,15 @@ def sharding(
     segments = _segments(program, batch, rates, optimizer_state, carried=carried)
     partition = choose_cuts(segments, budget, rates, partial(_between, segments, rates=rates), keep=keep)
     if partition is None:
-        raise PlanError(_infeasible(program.name, segments, budget))
+        smallest, first, last = tightest(segments)
+        node = max(range(first, last), key=segments.single_step_bytes)
+        run, values = _segment(segments, first, last), segments.alive[first] + segments.alive[last]
+        raise PlanError(
+            f"program {program.name}: no cut into shards fits {budget:,} bytes; the smallest budget that would do is "
+            f"{smallest:,} bytes, which node {segments.line.steps[node].where} needs: weights {run.weights:,}, "
+            f"optimizer {run.optimizer:,}, values at its cuts {values:,}, and {run.peak:,} for gradients, activations "
+            "and temporaries; give more memory, fewer samples or fewer members"
+        )
     return Sharding(_between(segments, partition.cuts, rates), partition.keeps_last)
 
 
@@ -85,13 +93,12 @@ def growth(program: Program, batch: SymbolSizes, larger: SymbolSizes, rates: Rat
     """Return how many times the bytes for the sizes ``batch`` any value takes for ``larger`` ones; at least 1."""
     if larger == batch:
         return 1.0
-    sizes = zip(*(_sizes(line(program, samples, rates)) for samples in (batch, larger)), strict=True)
-    return float(max([1.0, *(more / size for size, more in sizes if size)]))
-
-
-def _sizes(costs: Line) -> list[int]:
-    """Return the bytes of every value, and those of every operator in addition to its operands and result."""
-    return [storage.size for storage in costs.storages] + [step.saved + step.workspace for step in costs.steps]
+    sizes = []
+    for samples in (batch, larger):
+        costs = line(program, samples, rates)
+        # The bytes of every value, and those of every operator in addition to its operands and result.
+        sizes.append([value.size for value in costs.storages] + [step.saved + step.workspace for step in costs.steps])
+    return float(max([1.0, *(more / size for size, more in zip(*sizes, strict=True) if size)]))
 
 
 def _segments(
@@ -107,9 +114,17 @@ def _segments(
 
 def _between(segments: Segments, cuts: Sequence[int], rates: Rates) -> tuple[Shard, ...]:
     places = [0, *cuts, segments.count]
-    parts = [_shard(segments, number, *ends, rates) for number, ends in enumerate(pairwise(places))]
-    owners = _borrowed(segments, places)
-    return tuple(replace(part, borrows=part_owners) for part, part_owners in zip(parts, owners, strict=True))
+    # For each shard the earlier ones that are the first to use one of its weights.
+    owners: list[set[int]] = [set() for _ in places[1:]]
+    for weight in segments.line.weights:
+        users = sorted({bisect_right(places, use) - 1 for use in weight.uses})
+        for user in users[1:]:
+            owners[user].add(users[0])
+    shards = []
+    for number, (first, last) in enumerate(pairwise(places)):
+        shard = segments.shard(number, first, _segment(segments, first, last), rates)
+        shards.append(replace(shard, borrows=tuple(sorted(owners[number]))))
+    return tuple(shards)
 
 
 def tightest(segments: Segments) -> tuple[int, int, int]:
@@ -131,35 +146,6 @@ def tightest(segments: Segments) -> tuple[int, int, int]:
 
 def _segment(segments: Segments, first: int, last: int) -> Segment:
     return next(run for run in segments.starting(first) if run.last == last)
-
-
-def _shard(segments: Segments, number: int, first: int, last: int, rates: Rates) -> Shard:
-    steps = segments.line.steps[first:last]
-    forward, backward = sum(step.forward for step in steps), sum(step.backward for step in steps)
-    return segments.shard(number, first, _segment(segments, first, last), forward, backward, rates)
-
-
-def _borrowed(segments: Segments, places: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return for each shard the earlier ones that are the first to use one of its weights."""
-    owners: list[set[int]] = [set() for _ in places[1:]]
-    for weight in segments.line.weights:
-        users = sorted({bisect_right(places, use) - 1 for use in weight.uses})
-        for user in users[1:]:
-            owners[user].add(users[0])
-    return [tuple(sorted(first)) for first in owners]
-
-
-def _infeasible(name: str, segments: Segments, budget: int) -> str:
-    smallest, first, last = tightest(segments)
-    node = max(range(first, last), key=segments.single_step_bytes)
-    run = _segment(segments, first, last)
-    cuts = segments.alive[first] + segments.alive[last]
-    return (
-        f"program {name}: no cut into shards fits {budget:,} bytes; the smallest budget that would do is "
-        f"{smallest:,} bytes, which node {segments.line.steps[node].where} needs: weights {run.weights:,}, optimizer "
-        f"{run.optimizer:,}, values at its cuts {cuts:,}, and {run.peak:,} for gradients, activations and temporaries; "
-        "give more memory, fewer samples or fewer members"
-    )
 
 
 # Choose where to cut a line: the candidate with the fewest seconds in a simulation by the engine.

@@ -130,8 +130,10 @@ class Segments:
         """Return the bytes that move with a run's weights: optimizer state, and gradients if they are carried."""
         return run.optimizer + (run.gradients if self.carried else 0)
 
-    def shard(self, number: int, first: int, segment: Segment, forward: float, backward: float, rates: Rates) -> Shard:
-        """Return ``segment`` as shard ``number``. ``forward``, ``backward``: its seconds of computation."""
+    def shard(self, number: int, first: int, segment: Segment, rates: Rates) -> Shard:
+        """Return ``segment``, which begins at step ``first``, as shard ``number``."""
+        steps = self.line.steps[first : segment.last]
+        forward, backward = sum(step.forward for step in steps), sum(step.backward for step in steps)
         sizes = (segment.activations, segment.workspace, segment.peak, self.alive[segment.last])
         state = (segment.weights, segment.gradients, segment.optimizer)
         seconds = (forward, backward, segment.stepped / rates.memory)
