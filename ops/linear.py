@@ -80,13 +80,9 @@ def linear_stacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Of the two ways to write the product the one is taken that reads and writes in that order: feature-major
     ``[B, I, N]`` where a shared input began so, else token-major.
     """
-    if x.dim() == 3:
-        return _product(x, weight, bias)
-    members, outputs, inputs = weight.shape
-    return _product(x.reshape(members, -1, inputs), weight, bias).reshape(*x.shape[:-1], outputs)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dim() != 3:
+        members, outputs, inputs = weight.shape
+        return linear_stacked(x.reshape(members, -1, inputs), weight, bias).reshape(*x.shape[:-1], outputs)
     if x.stride(1) == 1 and x.shape[2] > 1:
         if bias is None:
             return torch.bmm(weight, x.mT).mT

@@ -139,30 +139,22 @@ def of_indices(
     A mean is weighted, with zero where ``indices`` hold the index to be ignored (the first of the ``options``);
     a member that has only those gets NaN, as from torch.nn.CrossEntropyLoss.
     """
-    losses = _losses(target, x, indices.expand(x.shape[0], *indices.shape) if shared else indices, weight, options)
+    labels = indices.expand(x.shape[0], *indices.shape) if shared else indices
+    losses: Tensor
+    if x.dim() == 2:
+        losses = target(x, labels, weight, NONE, *options)
+    elif x.dim() == 3 and (x.stride(1) == 1 or x.shape[2] < FEW_CLASSES):
+        # The members as the batch, the samples as a dim behind the classes.
+        losses = target(x.mT, labels, weight, NONE, *options)
+    else:
+        losses = target(x.flatten(0, 1), labels.flatten(0, 1), weight, NONE, *options).view(labels.shape)
     if reduction != MEAN:
         return reduce(losses, reduction)
-    total = _total(indices if not shared else indices.unsqueeze(0), weight, options[0])
-    return reduce(losses, SUM) / total
-
-
-def _losses(target: OpOverload, x: Tensor, labels: Tensor, weight: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-    if x.dim() == 2:
-        return target(x, labels, weight, NONE, *options)  # type: ignore[no-any-return]
-    if x.dim() == 3 and (x.stride(1) == 1 or x.shape[2] < FEW_CLASSES):
-        # The members as the batch, the samples as a dim behind the classes.
-        return target(x.mT, labels, weight, NONE, *options)  # type: ignore[no-any-return]
-    losses: Tensor = target(x.flatten(0, 1), labels.flatten(0, 1), weight, NONE, *options)
-    return losses.view(labels.shape)
-
-
-def _total(indices: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """The weights of ``indices`` ``[B, *]`` (or ``[1, *]``), summed for each member: ``[B]`` (or ``[1]``)."""
-    counted = indices.ne(ignored)
-    if weight is None:
-        return reduce(counted, SUM)
-    picked = weight.take(indices.masked_fill(~counted, 0)).masked_fill(~counted, 0)
-    return reduce(picked, SUM)
+    indices = indices.unsqueeze(0) if shared else indices
+    counted = picked = indices.ne(options[0])
+    if weight is not None:
+        picked = weight.take(indices.masked_fill(~counted, 0)).masked_fill(~counted, 0)
+    return reduce(losses, SUM) / reduce(picked, SUM)
 
 
 ELEMENTWISE = (

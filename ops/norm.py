@@ -133,7 +133,7 @@ batch_norm_each = Memberwise(batch_norm_alone)
 
 def batch_norm_shared(x: Tensor, weight: Maybe, bias: Maybe, *rest: Any) -> Tensor:
     """One ``x [N, C, *S]``, one set of running statistics ``[C]``; weights ``[C]`` or stacked ``[B, C]``."""
-    y = torch.batch_norm(x, None, None, *rest, torch.backends.cudnn.enabled)
+    y = torch.batch_norm(x, None, None, *(*rest, torch.backends.cudnn.enabled))
     return _scaled_channels(y, weight, bias)
 
 
