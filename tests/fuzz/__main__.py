@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.fuzz.compare import Outcome, Verdict, Worker, shrink
 from tests.fuzz.generate import LARGE, SMALL, for_compilation, generate
@@ -39,19 +40,14 @@ def gist(words: str) -> str:
     return re.sub(r"[-\d.e]*\d[-\d.e+]*", "#", words)[:200]
 
 
-def same_fault(result: Outcome) -> str:
-    """The part of an outcome that a smaller program must share."""
-    if result.verdict is Verdict.RAW:
-        return result.words.split(":")[0]
-    return "self-check" if "self-check" in result.words else "different"
+def kind_of(result: Outcome) -> tuple[Verdict, str]:
+    """Return the part of an outcome that a smaller program must share."""
+    raw = result.verdict is Verdict.RAW
+    return result.verdict, result.words.split(":")[0] if raw else str("self-check" in result.words)
 
 
-def shrunk(program: Program, original: Outcome, seconds: float, worker: Worker) -> Program:
-    def faulty(candidate: Program) -> bool:
-        result = worker.outcome(candidate)
-        return result.verdict is original.verdict and same_fault(result) == same_fault(original)
-
-    return shrink(program, faulty, seconds)
+def shares_fault(worker: Worker, kind: tuple[Verdict, str], text: str) -> bool:
+    return kind_of(worker.outcome(text)) == kind
 
 
 def main() -> int:
@@ -72,13 +68,14 @@ def main() -> int:
             program = generate(seed, SMALL if arguments.small or arguments.compiled else LARGE)
             if arguments.compiled:
                 program = for_compilation(program)
-            result = worker.outcome(program)
+            result = worker.outcome(program.text())
             new = result.bad and gist(result.words) not in tally.faults
             tally.add(program, result)
             if new:
                 print(f"--- seed {seed}: {result.verdict}: {result.words}", flush=True)
-                small = shrunk(program, result, arguments.shrink, worker)
-                print(f"{small.text()}\n--- {worker.outcome(small).words}\n", flush=True)
+                faulty = partial(shares_fault, worker, kind_of(result))
+                small = shrink(program.text(), faulty, arguments.shrink)
+                print(f"{small}\n--- {worker.outcome(small).words}\n", flush=True)
             seed += 1
     _summary(tally, seed - first, time.monotonic() - start)
     return 1 if tally.faults else 0

@@ -7,15 +7,18 @@ import linecache
 import math
 import multiprocessing
 import random
+import re
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache, partial
 from itertools import count
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from tests.fuzz.program import SIZES, Block, Input, Program, Step, with_block
+from tests.fuzz.program import SIZES, Input, Step
 
 RELATIVE = 1e-9
 FLOOR = 1e-11
@@ -79,8 +82,8 @@ class Trial:
         self.inputs: Sequence[Input] = names["INPUTS"]
 
     @staticmethod
-    def of(program: Program) -> Trial:
-        name, text = f"<program {program.seed}.{next(_numbers)}>", program.text()
+    def of(text: str) -> Trial:
+        name = f"<program {next(_numbers)}>"
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         names: dict[str, Any] = {"__name__": "fuzzed"}
         exec(compile(text, name, "exec"), names)
@@ -96,6 +99,11 @@ class Trial:
             return shared_modules[key]
 
         return [self.names["Net"](b, once) for b in range(self.members)]
+
+    def optimizer(self, optim: Any, module: nn.Module, own: Callable[[Any], Any]) -> Any:
+        """Return an optimizer of the trained parameters; ``own`` takes from four values those of the members."""
+        params = [p for p in module.parameters() if p.requires_grad]
+        return self.names["optimizer"](optim, params, own) if params else SimpleNamespace(step=lambda: None)
 
     def draw(self, index: int) -> tuple[list[Tensor], Tensor]:
         """The inputs of a step, and its target; stacked ones ``[B, ...]``."""
@@ -120,50 +128,42 @@ class Trial:
         return drawn.requires_grad_(spec.grad)
 
 
-def outcome(program: Program) -> Outcome:
-    """Run ``program`` fused and member by member."""
+def outcome(text: str) -> Outcome:
+    """Run a program fused and member by member."""
     try:
-        trial = Trial.of(program)
-    except SyntaxError:
+        trial = Trial.of(text)
+    except Exception:
         return Outcome(Verdict.INVALID, traceback.format_exc(limit=-1))
     return run(trial)
 
 
-def outcome_alone(program: Program) -> Outcome:
+def outcome_alone(text: str) -> Outcome:
     """Run the members alone, without comparison."""
-    with _float64(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for values in alone(Trial.of(program)):
-            del values
+    with _float64():
+        alone(Trial.of(text))
     return Outcome(Verdict.EQUAL)
 
 
 def run(trial: Trial) -> Outcome:
-    with _float64(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _run(trial)
-
-
-def _run(trial: Trial) -> Outcome:
-    try:
-        expected = list(alone(trial))
-    except Exception as error:
-        return Outcome(Verdict.INVALID, _describe(error))
-    if not all(_tame(step_values) for step_values in expected):
-        return Outcome(Verdict.UNTAME, "not finite, or large")
-    try:
-        for step_values in fused(trial, expected):
-            del step_values
-    except _Different as difference:
-        return _different(trial, expected, str(difference))
-    except WORDS as error:
-        if str(error).startswith("self-check"):
-            return _different(trial, expected, _describe(error))
-        if not isinstance(error, hf.HFusionError) and not _raised_by_us(error):
+    with _float64():
+        try:
+            expected = alone(trial)
+        except Exception as error:
+            return Outcome(Verdict.INVALID, _describe(error))
+        if not all(_tame(step_values) for step_values in expected):
+            return Outcome(Verdict.UNTAME, "not finite, or large")
+        try:
+            compare_array(trial, expected)
+        except _Different as difference:
+            return _different(trial, expected, str(difference))
+        except WORDS as error:
+            if str(error).startswith("self-check"):
+                return _different(trial, expected, _describe(error))
+            if not isinstance(error, hf.HFusionError) and not _raised_by_us(error):
+                return Outcome(Verdict.RAW, _describe(error))
+            return Outcome(Verdict.REFUSED, str(error))
+        except Exception as error:
             return Outcome(Verdict.RAW, _describe(error))
-        return Outcome(Verdict.REFUSED, str(error))
-    except Exception as error:
-        return Outcome(Verdict.RAW, _describe(error))
     return Outcome(Verdict.EQUAL)
 
 
@@ -173,11 +173,15 @@ def _different(trial: Trial, expected: Sequence[Seen], words: str) -> Outcome:
     return Outcome(Verdict.DIFFERENT, words)
 
 
-def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
-    """Run the members one after the other; ``moved`` > 0 moves parameters and inputs by a rounding step."""
-    models = trial.models()
+def alone(trial: Trial, moved: int = 0) -> list[Seen]:
+    """Run the members one after the other, and return what each step gives.
+
+    Args:
+        moved: moves parameters and inputs by a rounding step if it is not 0.
+    """
+    models, found = trial.models(), []
     _move([*_state(models[0]).values(), *(t for m in models[1:] for t in _state(m).values())], moved)
-    optimizers: list[Any] = [None] * len(models)
+    optimizers = [cache(partial(trial.optimizer, torch.optim, m, itemgetter(b))) for b, m in enumerate(models)]
     for index, step in enumerate(trial.steps):
         inputs, target = trial.draw(index)
         _move(inputs, moved)
@@ -185,38 +189,33 @@ def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
         targets = _rows(target, trial.names["TARGET"].stacked, len(models))
         recorded = []
         for b, model in enumerate(models):
-            _set(model, step)
             before = _random_state()
-            recorded.append(_step_alone(trial, step, b, model, [row[b] for row in rows], targets[b], optimizers))
+            args = [row[b] for row in rows], targets[b]
+            recorded.append(_make_step(trial, step, model, *args, trial.names["loss"], optimizers[b]))
             recorded[-1].plain["random state moved"] = before != _random_state()
-        yield _stacked(trial, models, inputs, rows, recorded)
+        found.append(_stacked(trial, models, inputs, rows, recorded))
+    return found
 
 
-def _step_alone(
-    trial: Trial, step: Step, b: int, model: nn.Module, inputs: list[Tensor], target: Tensor, optimizers: list[Any]
+def _make_step(
+    trial: Trial, step: Step, model: nn.Module, inputs: list[Any], target: Any, loss: Any, optimizer: Callable[[], Any]
 ) -> Seen:
+    """Make a step of a member or of an array."""
+    recorded = Seen()
+    if step.mode:
+        model.train(step.mode == "train")
     if step.zeros:
         model.zero_grad()
-    recorded = Seen()
-    if step.does == "forward":
-        with torch.no_grad():
-            _note(recorded, trial.names["call"](model, *inputs))
-        return recorded
-    out = trial.names["call"](model, *inputs)
+    with torch.set_grad_enabled(step.does != "forward"):
+        out = trial.names["call"](model, *inputs)
     _note(recorded, out)
-    loss = trial.names["loss"](out, target)
-    recorded.values["loss"] = loss.detach().clone()
-    if loss.requires_grad or trial.names["JOINT"]:
-        loss.backward()
-    if step.does == "step":
-        if optimizers[b] is None:
-            params = [p for p in model.parameters() if p.requires_grad]
-            optimizers[b] = (
-                trial.names["optimizer"](torch.optim, params, lambda v: v[b])
-                if params
-                else SimpleNamespace(step=lambda: None)
-            )
-        optimizers[b].step()
+    if step.does != "forward":
+        losses = loss(out, target)
+        recorded.values["loss"] = losses.detach().clone()
+        if losses.requires_grad or trial.names["JOINT"]:
+            losses.sum().backward()
+        if step.does == "step":
+            optimizer().step()
     return recorded
 
 
@@ -254,50 +253,28 @@ def _stacked(
     return combined
 
 
-def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
+def compare_array(trial: Trial, expected: Sequence[Seen]) -> None:
     """Run the array, and compare it after every step. Raises `_Different`, and errors of the array."""
     models = trial.models()
     pristine = copy.deepcopy([(_state(m), [x.training for x in m.modules()]) for m in models])
     array = hf.fuse(models, verify=trial.names["VERIFY"])
-    optimizer: Any = None
+    optimizer = cache(partial(trial.optimizer, hf.optim, array, itemgetter(slice(trial.members))))
+    step_fn = cache(lambda: hf.train_step(array, trial.names["loss"], optimizer(), compile=True))
     loss_fn = hf.per_model(trial.names["loss"])
-    step_fn: Any = None
     for index, (step, expected_values) in enumerate(zip(trial.steps, expected, strict=True)):
         inputs, target = trial.draw(index)
-        copies = [(x.detach().clone(), x._version, x.stride()) for x in (*inputs, target)]
+        copies = [(x.detach().clone(), x.stride()) for x in (*inputs, target)]
         stacked_inputs = [hf.stacked(x) if spec.stacked else x for x, spec in zip(inputs, trial.inputs, strict=True)]
         aim = hf.stacked(target) if trial.names["TARGET"].stacked else target
-        _set(array, step)
-        before, actual_values = _random_state(), Seen()
-        if step.zeros:
-            array.zero_grad()
-        if step.does == "step" and optimizer is None:
-            params = [p for p in array.parameters() if p.requires_grad]
-            optimizer = (
-                trial.names["optimizer"](hf.optim, params, lambda v: v[: trial.members])
-                if params
-                else SimpleNamespace(step=lambda: None, param_groups=[], zero_grad=lambda: None)
-            )
-            step_fn = (
-                hf.train_step(array, trial.names["loss"], optimizer, compile=True)
-                if trial.names["JOINT"] and params
-                else None
-            )
+        before, joint = _random_state(), step.does == "step" and bool(trial.names["JOINT"])
         try:
-            if step.does == "forward":
-                with torch.no_grad():
-                    _note(actual_values, trial.names["call"](array, *stacked_inputs))
-            elif step.does == "step" and step_fn is not None:
-                actual_values.values["loss"] = trial.names["call"](_Stepped(step_fn, aim), *stacked_inputs).clone()
+            if joint:
+                array.train(step.mode == "train")
+                step_call = lambda *args, aim=aim, **kwargs: step_fn()(args, aim, **kwargs)  # noqa: E731
+                losses = trial.names["call"](step_call, *stacked_inputs)
+                actual_values = Seen({"loss": losses.clone()})
             else:
-                out = trial.names["call"](array, *stacked_inputs)
-                _note(actual_values, out)
-                losses = loss_fn(out, aim)
-                actual_values.values["loss"] = losses.detach().clone()
-                if losses.requires_grad:
-                    losses.sum().backward()
-                if step.does == "step":
-                    optimizer.step()
+                actual_values = _make_step(trial, step, array, stacked_inputs, aim, loss_fn, optimizer)
         finally:
             _check_kept(index, (*inputs, target), copies)
         # In training an array draws in its own way: for all members at once, and not what nothing uses.
@@ -313,19 +290,8 @@ def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
             actual_values.plain[f"input {k} written"] = False
             if trial.inputs[k].grad:
                 actual_values.values[f"gradient of input {k}"] = _gradient(x)
-        _compare(index, actual_values, expected_values, partial=step.does == "step" and step_fn is not None)
+        _compare(index, actual_values, expected_values, partial=joint)
         _check_models(index, models, pristine)
-        yield actual_values
-
-
-class _Stepped:
-    """Lets ``call(model, ...)`` call a step."""
-
-    def __init__(self, step: Any, target: Any) -> None:
-        self._step, self._target = step, target
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(args, self._target, **kwargs)
 
 
 def _compare(index: int, actual: Seen, expected: Seen, partial: bool) -> None:
@@ -424,8 +390,8 @@ def _leads_back(tensor: Tensor) -> bool:
     return False
 
 
-def _check_kept(index: int, tensors: Sequence[Tensor], copies: Sequence[tuple[Tensor, int, Any]]) -> None:
-    for k, (tensor, (value, _, stride)) in enumerate(zip(tensors, copies, strict=True)):
+def _check_kept(index: int, tensors: Sequence[Tensor], copies: Sequence[tuple[Tensor, Any]]) -> None:
+    for k, (tensor, (value, stride)) in enumerate(zip(tensors, copies, strict=True)):
         if not _same(tensor.detach(), value) or tensor.stride() != stride:
             raise _Different(f"step {index}: the caller's tensor {k} was changed")
 
@@ -441,11 +407,6 @@ def _check_models(index: int, models: Sequence[nn.Module], pristine: Any) -> Non
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _set(module: nn.Module, step: Step) -> None:
-    if step.mode:
-        module.train(step.mode == "train")
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -491,7 +452,8 @@ def _float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         torch.set_default_dtype(before)
 
@@ -509,22 +471,22 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
 
-    def outcome(self, program: Program) -> Outcome:
+    def outcome(self, text: str) -> Outcome:
         """As `outcome`; a process that ended is a fault, unless it ends with the members alone, too."""
-        result = self._ask(program, alone=False)
+        result = self._ask(text, alone=False)
         if result is not None:
             return result
         words = f"the process ended with the status {self._process.exitcode}"
         self._begin()
-        if self._ask(program, alone=True) is not None:
+        if self._ask(text, alone=True) is not None:
             return Outcome(Verdict.RAW, words)
         self._begin()
         return Outcome(Verdict.INVALID, words)
 
-    def _ask(self, program: Program, *, alone: bool) -> Outcome | None:
+    def _ask(self, text: str, *, alone: bool) -> Outcome | None:
         """Return the outcome, or None if the process ended."""
         try:
-            self._pipe.send((program, alone))
+            self._pipe.send((text, alone))
             result: Outcome = self._pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._end()
@@ -547,10 +509,10 @@ def _answer(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            program, alone = pipe.recv()
+            text, alone = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
-        pipe.send(outcome_alone(program) if alone else outcome(program))
+        pipe.send(outcome_alone(text) if alone else outcome(text))
 
 
 def main(names: Mapping[str, Any]) -> None:
@@ -559,79 +521,59 @@ def main(names: Mapping[str, Any]) -> None:
     print(result.verdict, result.words)
 
 
-# Find a smaller program with the same fault, by leaving out or simplifying its parts.
+# Find a smaller program with the same fault, by leaving out or simplifying lines of its text.
 
-Faulty = Callable[[Program], bool]
-
-
-def shrink(program: Program, faulty: Faulty, seconds: float = 300.0) -> Program:
-    """A program for which ``faulty`` still holds, and for none of the smaller ones that can be made of it."""
-    end = time.monotonic() + seconds
-    tried: set[str] = {program.text()}
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in candidates(program):
-            if time.monotonic() > end:
-                return program
-            text = candidate.text()
-            if text in tried:
-                continue
-            tried.add(text)
-            if faulty(candidate):
-                program, smaller = candidate, True
-                break
-    return program
+LOSS = "out.abs().sin().sum()"
+VALUE = r"\b(?:[xvh]\d+[abc]?|trained)\b"
+SIMPLER = [
+    (r"MEMBERS = \d", "MEMBERS = 1"),
+    (r"MEMBERS = \d", "MEMBERS = 2"),
+    (r"VERIFY = True", "VERIFY = False"),
+    (r"(stacked|grad)=True", r"\1=False"),
+    (r"optim\.\w+\(.*", "optim.SGD(params, lr=0.1)"),
+    (r" +with torch.no_grad\(\):\n    ", ""),
+]
 
 
-def candidates(program: Program) -> Iterator[Program]:
-    """Programs with one thing less."""
-    for k in range(len(program.steps)):
-        if len(program.steps) > 1:
-            yield replace(program, steps=(*program.steps[:k], *program.steps[k + 1 :]))
-    for index in reversed(range(len(program.blocks))):
-        for smaller in _fewer_statements(program.blocks[index]):
-            yield with_block(program, index, smaller)
-    yield from _one_result(program)
-    for members in range(1, program.members):
-        yield replace(program, members=members)
-    yield replace(program, verify=False)
-    yield replace(program, optimizer="SGD(params, lr=0.1)")
-    yield replace(program, forms=("plain",) * len(program.forms))
-    yield replace(program, inputs=tuple(Input(spec.kind) for spec in program.inputs))
-    for index, block in enumerate(program.blocks):
-        plain = tuple(replace(s, holder="attr", chain=(), care="plain", region="") for s in block.statements)
-        yield with_block(program, index, replace(block, statements=plain, evals=()))
+def shrink(text: str, faulty: Callable[[str], bool], seconds: float = 300.0) -> str:
+    """Return a text for which ``faulty`` still holds, and for none of the smaller ones that can be made of it."""
+    end, tried, before = time.monotonic() + seconds, {text}, ""
+    while text != before:
+        before, place = text, 0
+        while place < len(candidates := list(smaller(text))) and time.monotonic() < end:
+            candidate = candidates[place]
+            if candidate not in tried and faulty(candidate):
+                text = candidate
+            else:
+                place += 1
+            tried.add(candidate)
+    return text
 
 
-def _fewer_statements(block: Block) -> Iterator[Block]:
-    """``block`` without one statement, whose results are replaced by earlier values of their kinds."""
-    for k in reversed(range(len(block.statements))):
-        statement = block.statements[k]
-        before = replace(block, statements=block.statements[:k]).kinds()
-        remaining = (*block.statements[:k], *block.statements[k + 1 :])
-        read_names = {name for s in remaining for name in s.operands} | set(block.results)
-        names: dict[str, str | None] = {}
-        for result, kind in zip(statement.results, statement.piece.gives, strict=True):
-            if result in read_names:
-                names[result] = next(
-                    (name for name in (*statement.operands, *reversed(before)) if before[name] == kind), None
-                )
-        if None in names.values():
-            continue
-        statements = tuple(
-            replace(s, operands=tuple(names.get(name) or name for name in s.operands)) for s in remaining
-        )
-        results = tuple(dict.fromkeys(names.get(name) or name for name in block.results))
-        if len(results) == len(block.results) or block.name != "Net":
-            yield replace(block, statements=statements, results=results)
+def smaller(text: str) -> Iterator[str]:
+    """Yield texts with something less. Many of them are no programs, or fail with the members alone."""
+    begin, end = text.index("STEPS = (\n"), text.index("\n\n\ndef call(")
+    if LOSS not in text:
+        # One result, which any value may be.
+        for value in re.findall(rf"^        ({VALUE}) = ", text, re.MULTILINE):
+            whole = text[: text.rindex("\n", 0, end)] + f"\n        return {value}" + text[end:]
+            yield re.sub(r"(def loss.*\n    return ).*", rf"\1{LOSS}", whole)
+    for part in _smaller_parts(text[begin:end]):
+        yield text[:begin] + part + text[end:]
+    yield from (re.sub(pattern, simple, text) for pattern, simple in SIMPLER)
 
 
-def _one_result(program: Program) -> Iterator[Program]:
-    """With one result, which any value may be, and the simplest loss."""
-    net, index = program.net, len(program.blocks) - 1
-    kinds = net.kinds()
-    for name in reversed(kinds):
-        if kinds[name] not in ("ids", "lab", "mask"):
-            loss = "torch.view_as_real(out).sin().sum()" if kinds[name] == "cvec" else "out.sin().sum()"
-            yield replace(with_block(program, index, replace(net, results=(name,), form="plain")), loss=loss)
+def _smaller_parts(text: str) -> Iterator[str]:
+    """Yield the steps and modules of a program without one class, method or statement."""
+    for separator in ("\n\n\n", "\n\n"):
+        parts = text.split(separator)
+        yield from (separator.join([*parts[:k], *parts[k + 1 :]]) for k in range(len(parts)))
+    lines = text.splitlines(keepends=True)
+    for begin in reversed(range(len(lines))):
+        for end in range(begin + 1, begin + 5):
+            before, left_out, after = "".join(lines[:begin]), "".join(lines[begin:end]), "".join(lines[end:])
+            yield before + after
+            # What reads the result reads an operand instead.
+            if match := re.search(rf"^ +({VALUE})(?:, \w+)? = ", left_out, re.MULTILINE):
+                for operand in sorted(set(re.findall(VALUE, left_out)) - {match[1]}):
+                    yield before + re.sub(rf"\b{match[1]}\b", operand, after)

@@ -91,7 +91,17 @@ class Scale:
 
 
 LARGE, SMALL = Scale(), Scale(2, 1, 2, costly=0.1, turns=0.05)
-COSTLY = ("gru", "rnn", "lstm", "attention", "encoder", "decoder", "spectral", "orthogonal", "inner")
+COSTLY = (
+    "nn.RNN(",
+    "nn.LSTM",
+    "nn.GRU",
+    "ttention(",
+    "EncoderLayer(",
+    "spectral_norm",
+    "orthogonal",
+    "func.grad",
+    "vmap",
+)
 
 
 @dataclass
@@ -156,7 +166,7 @@ def _with_gradients(program: Program) -> Program:
         return program
     kind = kinds[first]
     layers = [p for p in GROUPS["layers"] if p.module.startswith(TRAINED) and p.takes == p.gives == (kind,)]
-    piece = rng.choice(layers) if layers else Piece("scale", (kind,), (kind,), "{o} = {0} * {s}", init=SCALE)
+    piece = rng.choice(layers) if layers else Piece((kind,), (kind,), "{o} = {0} * {s}", init=SCALE)
     trained = Statement(piece, (first,), ("trained",), "s_trained")
     ended = replace(net, statements=(*net.statements, trained), results=("trained", *rest))
     loss = program.loss.replace(f'out["{first}"]', 'out["trained"]')
@@ -215,7 +225,6 @@ def _call(block: Block) -> Piece:
     kinds = block.kinds()
     operands = ", ".join(f"{{{k}}}" for k in range(len(block.inputs)))
     return Piece(
-        block.name,
         tuple(kind for _, kind in block.inputs),
         tuple(kinds[result] for result in block.results),
         f"{{o}} = {{s}}({operands})",
@@ -236,7 +245,7 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
     if not fitting:
         return
     piece = rng.choice(fitting)
-    if piece.name.startswith(COSTLY) and rng.random() >= body.scale.costly:
+    if any(part in piece.module + piece.code for part in COSTLY) and rng.random() >= body.scale.costly:
         return
     operands = tuple(_operand(body, piece, k) for k in range(len(piece.takes)))
     if piece.writes and operands[0] in body.outside and rng.random() < 0.9:
@@ -253,7 +262,7 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
         statement = _fresh(body, piece, operands, results, members)
     body.statements.append(statement)
     body.kinds |= dict(zip(results, piece.gives, strict=True))
-    if (piece.view and operands[0] in body.outside) or piece.name.startswith("Block"):
+    if (piece.view and operands[0] in body.outside) or piece.module.startswith("Block"):
         body.outside |= set(results) if set(operands) & body.outside else set()
 
 

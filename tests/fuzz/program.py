@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from textwrap import indent
 
 SIZES = {
@@ -35,7 +35,6 @@ class Piece:
     lie in the memory of the first operand. ``writes``: the first operand is written. ``island``: no graph holds it.
     """
 
-    name: str
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     code: str = "{o} = {s}({0})"
@@ -147,13 +146,12 @@ class Block:
         names = ", ".join(name for name, _ in self.inputs)
         lines = [f"class {self.name}(nn.Module):", "    def __init__(self, b, once):"]
         lines += ["        " + line for line in init]
+        paths = [s.place for s in self.statements if s.piece.module and s.slot in self.evals]
+        if paths:
+            lines += ["", "    def train(self, mode=True):", "        super().train(mode)"]
+            lines += [f"        {path}.eval()" for path in dict.fromkeys(paths)] + ["        return self"]
         lines += ["", f"    def forward(self, {names}):"]
         lines += ["        " + line for line in [*body, f"return {self._returned()}"]]
-        paths = {s.slot: s.place for s in self.statements if s.piece.module}
-        eval_paths = [paths[slot] for slot in self.evals if slot in paths]
-        if eval_paths:
-            lines += ["", "    def train(self, mode=True):", "        super().train(mode)"]
-            lines += [f"        {path}.eval()" for path in eval_paths] + ["        return self"]
         return "\n".join(lines)
 
     def _returned(self) -> str:
@@ -220,30 +218,27 @@ class Program:
     def net(self) -> Block:
         return self.blocks[-1]
 
-    def used(self) -> Iterator[Block]:
-        """The blocks that the model is made of."""
-        required = {self.net.name}
-        for block in reversed(self.blocks):
-            if block.name in required:
-                required |= {s.piece.name for s in block.statements}
-        return (block for block in self.blocks if block.name in required)
-
     def text(self) -> str:
         """Source of a script that runs the program from the root of the repository."""
         names = [name for name, _ in self.net.inputs]
         passed = [f"{name}={name}" if form == "keyword" else name for name, form in zip(names, self.forms, strict=True)]
         ordered = sorted(passed, key=lambda word: "=" in word)
-        classes = "\n\n\n".join(block.text() for block in self.used())
+        classes = "\n\n\n".join(block.text() for block in self.blocks)
+        steps = "".join(f"    {step},\n" for step in self.steps)
         return f'''import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.fuzz.program import Input, Step
 
-SEED, MEMBERS, VERIFY, JOINT = {self.seed}, {self.members}, {self.verify}, "{self.joint}"
+SEED = {self.seed}
+MEMBERS = {self.members}
+VERIFY = {self.verify}
+JOINT = "{self.joint}"
 INPUTS = ({"".join(f"{spec}, " for spec in self.inputs).strip()})
 TARGET = {self.target}
-STEPS = ({"".join(f"{step}, " for step in self.steps).strip()})
+STEPS = (
+{steps})
 
 
 {classes}
@@ -266,8 +261,3 @@ if __name__ == "__main__":
 
     main(globals())
 '''
-
-
-def with_block(program: Program, index: int, block: Block) -> Program:
-    """``program`` with another block at ``index``."""
-    return replace(program, blocks=(*program.blocks[:index], block, *program.blocks[index + 1 :]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command
 from tests.fuzz.compare import Outcome, Verdict, Worker, outcome, outcome_alone, shrink
-from tests.fuzz.generate import GROUPS, SMALL, for_compilation, generate
-from tests.fuzz.program import Block, Input, Piece, Program, Statement, Step
+from tests.fuzz.generate import SMALL, for_compilation, generate
+from tests.fuzz.pieces import COUNT, piece
+from tests.fuzz.program import Block, Input, Program, Statement, Step
 
 SEEDS = range(200)
 
@@ -25,7 +27,7 @@ SEEDS = range(200)
 def test_fused_equals_alone(first: int) -> None:
     for seed in SEEDS[first : first + 10]:
         program = generate(seed, SMALL)
-        result = outcome(program)
+        result = outcome(program.text())
         assert not result.bad, f"{program.text()}\n{result.verdict}: {result.words}"
 
 
@@ -33,33 +35,28 @@ def test_most_compiled_programs_are_trained() -> None:
     outcomes = []
     for seed in range(40):
         try:
-            outcomes.append(outcome_alone(for_compilation(generate(seed, SMALL))))
+            outcomes.append(outcome_alone(for_compilation(generate(seed, SMALL)).text()))
         except RuntimeError:
             continue
     assert len(outcomes) >= 37
 
 
-def _piece(name: str) -> Piece:
-    return next(piece for group in GROUPS.values() for piece in group if piece.name == name)
+def _program(*statements: Statement, steps: tuple[Step, ...] = (Step("", "step", 3, 3),)) -> str:
+    net = Block("Net", (("x0", "vec"),), statements, statements[-1].results[:1])
+    loss, optimizer = "out.sin().sum()", "SGD(params, lr=0.1)"
+    return Program(5, 2, (net,), (Input("vec"),), ("plain",), Input("vec"), loss, optimizer, steps).text()
 
 
-def _program(*statements: Statement, members: int = 2, steps: tuple[Step, ...] = (Step("", "step", 3, 3),)) -> Program:
-    net = Block("Net", (("x0", "vec"),), statements, (statements[-1].results or ("v1",))[:1])
-    loss = "out.sin().sum()"
-    return Program(5, members, (net,), (Input("vec"),), ("plain",), Input("vec"), loss, "SGD(params, lr=0.1)", steps)
-
-
-def _chain() -> Program:
+def _chain(*steps: Step) -> str:
     """Linear, tanh, and what has nothing to do with them."""
     return _program(
-        Statement(_piece("linear"), ("x0",), ("v0",), "s0"),
-        Statement(_piece("gate"), ("v0", "x0"), ("v1",), "s1"),
-        Statement(_piece("write {0}.mul_(0.5)"), ("v1",), (), "s2"),
-        Statement(_piece("Tanh"), ("v1",), ("v2",), "s3"),
-        Statement(_piece("layer norm own eps"), ("v2",), ("v4",), "s4", (("each_e", "[1e-3, 0.1][b]"),)),
-        Statement(_piece("counter"), ("v4",), ("v5",), "s5"),
-        members=2,
-        steps=(Step("train", "step", 3, 3), Step("eval", "forward", 4, 3)),
+        Statement(piece("vec->vec", module="nn.Linear(6, 6)"), ("x0",), ("v0",), "s0"),
+        Statement(piece("vec,vec->vec", "{0} * torch.sigmoid({1})"), ("v0", "x0"), ("v1",), "s1"),
+        Statement(piece("vec->", "{0}.mul_(0.5)"), ("v1",), (), "s2"),
+        Statement(piece("vec->vec", module="nn.Tanh()"), ("v1",), ("v2",), "s3"),
+        Statement(piece("vec->vec", module="nn.LayerNorm(6, eps=[1e-3, 0.1][b])"), ("v2",), ("v4",), "s4"),
+        Statement(piece("vec->vec", "{s} += 1\n{o} = {0} / ({s} + 1)", init=COUNT), ("v4",), ("v5",), "s5"),
+        steps=steps or (Step("train", "step", 3, 3), Step("eval", "forward", 4, 3)),
     )
 
 
@@ -72,8 +69,8 @@ class _Here(Worker):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def outcome(self, program: Program) -> Outcome:
-        return outcome(program)
+    def outcome(self, text: str) -> Outcome:
+        return outcome(text)
 
 
 def _others(y: Tensor) -> Tensor:
@@ -126,18 +123,18 @@ def test_a_wrong_rule_is_found(fault: Any, verdict: Verdict, words: str, monkeyp
 
 def test_a_moved_random_state_is_found_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(monkeypatch, _seeded)
-    result = outcome(replace(_chain(), steps=(Step("eval", "forward", 3, 3),)))
+    result = outcome(_chain(Step("eval", "forward", 3, 3)))
     assert "random state moved" in result.words
 
 
 def test_a_fault_is_shrunk_to_its_statement(monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(monkeypatch, _others)
     small = shrink(_chain(), lambda candidate: outcome(candidate).bad)
-    assert [s.piece.name for s in small.net.statements] in (["linear", "Tanh"], ["Tanh"])
-    assert (small.members, len(small.steps)) == (2, 1)
-    names: dict[str, Any] = {"__name__": "printed"}
-    exec(small.text(), names)
-    assert "nn.Tanh()" in small.text()
+    assert re.findall(r"self.\w+ = (.*)", small) in (["nn.Linear(6, 6)", "nn.Tanh()"], ["nn.Tanh()"])
+    assert "MEMBERS = 2" in small
+    assert small.count("Step(") == 1
+    assert "mul_" not in small
+    exec(small, {"__name__": "printed"})
 
 
 def test_the_command_prints_the_source_and_fails(
@@ -145,7 +142,7 @@ def test_the_command_prints_the_source_and_fails(
 ) -> None:
     # Rules are planted in this process.
     monkeypatch.setattr(command, "Worker", _Here)
-    monkeypatch.setattr(command, "generate", lambda seed, scale: replace(_chain(), seed=seed))
+    monkeypatch.setattr(command, "generate", lambda seed, scale: SimpleNamespace(text=_chain, seed=seed))
     arguments = ["fuzz", "--seed", "3", "--programs", "2", "--shrink", "1"]
     monkeypatch.setattr("sys.argv", arguments)
     assert command.main() == 0
@@ -157,8 +154,8 @@ def test_the_command_prints_the_source_and_fails(
     assert "FAULT 2 times: IndexError: no such row" in printed
 
 
-def _own(text: str) -> Program:
-    return _program(Statement(Piece("own", ("vec",), ("vec",), text), ("x0",), ("v0",), "s0"))
+def _own(code: str) -> str:
+    return _program(Statement(piece("vec->vec", code), ("x0",), ("v0",), "s0"))
 
 
 def test_a_program_that_ends_the_process_is_told() -> None:
