@@ -44,6 +44,14 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+class Branch(nn.Linear):
+    """Decides by values, so that no graph holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y.sin()
+
+
 def net(forward: Callable[..., Any], prepare: Callable[[nn.Module], None] = lambda module: None) -> type[nn.Module]:
     """A class of float64 modules with a 4-4 linear layer ``fc`` and this ``forward``."""
 
@@ -96,7 +104,8 @@ def compare_call(
     for model in alone:
         model.zero_grad()
     ours = fused(*made.args, **made.kwargs)
-    theirs = [model(*args, **kwargs) for model, (args, kwargs) in zip(alone, _rows(made, len(alone)), strict=True)]
+    rows = map(made.of_member, range(len(alone)))
+    theirs = [model(*args, **kwargs) for model, (args, kwargs) in zip(alone, rows, strict=True)]
     _compare_outputs(ours, theirs, what)
     if grads:
         for outputs in (ours, *theirs):
@@ -111,10 +120,6 @@ def compare_tensors(fused: hf.FusedModule, alone: Sequence[nn.Module], what: str
         close(parameter, [model.get_parameter(name) for model in alone], f"{what}: parameter {name}")
     for name, buffer in fused.named_buffers():
         close(buffer, [model.get_buffer(name) for model in alone], f"{what}: buffer {name}")
-
-
-def _rows(made: Call, members: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    return [made.of_member(member) for member in range(members)]
 
 
 def close(stack: Tensor, rows: Sequence[Tensor], what: str) -> None:

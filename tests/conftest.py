@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from hfusion.device import native
-from tests.slow_tests import function_of, slow_functions
+from tests.slow_tests import is_slow
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,10 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fast"):
-        slow = slow_functions()
-        left_out = [item for item in items if function_of(item.nodeid) in slow]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if function_of(item.nodeid) not in slow]
+        config.hook.pytest_deselected(items=[item for item in items if is_slow(item.nodeid)])
+        items[:] = [item for item in items if not is_slow(item.nodeid)]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.slow_tests import function_of, slow_functions
+from tests.slow_tests import RECORD, is_slow
 
 ROOT = Path(__file__).parents[1]
-TABLE, RECORD = Path(__file__).with_suffix(".toml"), Path(__file__).with_suffix(".json")
+TABLE = Path(__file__).with_suffix(".toml")
 # A run of the whole suite that takes longer counts as one that a fault lets hang.
 SECONDS = 7200
 # A single test that takes longer fails.
@@ -239,8 +239,7 @@ def main() -> None:
     for name in ("torch._dynamo", "torch._inductor"):
         import_module(name)
     found = found_by(chosen, record(), options.workers, options.quick)
-    slow = slow_functions()
-    fast = sum(test is not None and function_of(test) not in slow for test in found.values())
+    fast = sum(test is not None and not is_slow(test) for test in found.values())
     survived = [name for name, test in found.items() if test is None]
     print(f"{len(found)} faults: {fast} found by make test, {len(found) - len(survived)} by make test-all")
     print(f"survived: {', '.join(survived) or 'none'}")

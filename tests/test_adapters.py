@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.sklearn import EnsembleClassifier, EnsembleRegressor
+from tests.alone import Member, Own
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -183,13 +185,10 @@ def alone(base: Base, config: Any, seed: int, run: Run, member: int) -> Any:
     base_model = base.make()
     torch.manual_seed(seed)
     model = get_peft_model(base_model, copy.deepcopy(config))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=run.rates[member], weight_decay=0.1)
+    own = Own(run.rates[member], norm=run.clips[member])
+    trained = Member(model, partial(torch.optim.AdamW, weight_decay=0.1), base.loss, own)
     for inputs, target in run.data:
-        optimizer.zero_grad()
-        base.loss(model(inputs[member]), target[member]).backward()
-        torch.nn.utils.clip_grad_norm_(trained, run.clips[member])
-        optimizer.step()
+        trained.call(inputs[member], target[member])
     return model
 
 
@@ -478,20 +477,16 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
 
 
-def plain(member: int, loader: Any, accumulate: int = 1, own: bool = False) -> nn.Module:
+def plain(member: int, loader: Any, accumulate: int = 1) -> nn.Module:
     model = make_models()[member]
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATES[member], momentum=0.9)
-    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    own = Own(RATES[member], partial(StepLR, step_size=1, gamma=0.5), accumulate, CLIPS[member])
+    alone = Member(model, partial(torch.optim.SGD, momentum=0.9), F.cross_entropy, own)
     for _ in range(EPOCHS):
-        for k, (x, y) in enumerate(loader):
-            if k % accumulate == 0:
-                optimizer.zero_grad()
-            inputs, target = (x[member], y[member]) if own else (x, y)
-            (F.cross_entropy(model(inputs), target) / accumulate).backward()
-            if (k + 1) % accumulate == 0 or k + 1 == len(loader):
-                nn.utils.clip_grad_norm_(model.parameters(), CLIPS[member])
-                optimizer.step()
-        scheduler.step()
+        for x, y in loader:
+            alone.call(x, y)
+        if alone.calls:
+            alone.update()
+        alone.step_schedule(0.0)
     return model
 
 

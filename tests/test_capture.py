@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.program import Capture
-from tests.alone import assert_alone, normal
+from tests.alone import Branch, Member, Own, assert_alone, normal
 
 # How often forward is traced and run: captures are found again, and few runs answer all questions of one.
 SCALE = 2.0
@@ -186,31 +186,19 @@ def loss(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(output.sample, target)
 
 
-def alone(models: list[nn.Module], x: Tensor, target: Tensor, steps: int) -> Tensor:
-    losses = []
-    for model in models:
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            opt.zero_grad()
-            value = loss(model(x), target)
-            value.backward()
-            opt.step()
-        losses.append(value.detach())
-    return torch.stack(losses)
-
-
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_losses_read_their_attributes(name: str, compile: bool) -> None:
     models: list[nn.Module] = [Net(OUTPUTS[name]) for _ in range(2)]
     x, target = normal(5, 4), normal(5, 3)
     fused = hf.fuse(models)
-    copies = copy.deepcopy(models)
+    alone = [Member(copy.deepcopy(model), torch.optim.SGD, loss, Own(0.1)) for model in models]
     assert type(fused(x)) is type(models[0](x))
     step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
     for _ in range(3):
         losses = step(x, target)
-    torch.testing.assert_close(losses, alone(copies, x, target, 3), rtol=1e-9, atol=0)
+        expected = torch.stack([member.call(x, target)[0] for member in alone])
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     assert compile == all(row.how != "eager" for row in step.report().rows)
 
 
@@ -243,13 +231,6 @@ class Threshold(prune.BasePruningMethod):
 def by_threshold(module: nn.Module) -> nn.Module:
     Threshold.apply(module, "weight")
     return module
-
-
-class Branch(nn.Linear):
-    """Runs member by member."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if float(x.detach().sum()) > -1e9 else -x)
 
 
 HOOKED: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import hfusion as hf
-from tests.alone import normal
+from tests.alone import Member, Own, close, compare_tensors, normal
 from tests.forwards import gradients, numbers, outside, reads, sizes, state, submodules, tools, writes
 from tests.forwards.table import Row, module
 
@@ -54,17 +55,10 @@ def test_a_compiled_step_trains_as_alone(name: str) -> None:
     batches = [x for x in BY_NAME[name].calls() if isinstance(x, Tensor)][:3] * 2
     fused = hf.fuse(copy.deepcopy(models))
     step = hf.train_step(fused, mean, hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9), compile=True)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    members = [Member(model, partial(torch.optim.SGD, momentum=0.9), mean, Own(0.1)) for model in models]
     for x in batches:
-        losses = step(x, x)
-        for row, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss = mean(model(x))
-            loss.backward()
-            optimizer.step()
-            assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-11)
-    for key, stack in fused.state_dict().items():
-        assert_close(stack, torch.stack([model.state_dict()[key] for model in models]), rtol=1e-9, atol=1e-11)
+        close(step(x, x), [member.call(x, x)[0] for member in members], "losses")
+    compare_tensors(fused, models, "after the steps")
 
 
 NESTED = ["backward in backward: a part in another", "backward in backward: the whole"]
@@ -89,17 +83,13 @@ def test_a_step_that_does_not_count_writes_nothing(name: str, bad: int) -> None:
 
 def test_a_step_of_some_members_writes_their_frozen_parameters() -> None:
     models = BY_NAME["parameter written: teacher in place"].models()
-    alone = copy.deepcopy(models)
+    members = [Member(copy.deepcopy(model), torch.optim.SGD, mean, Own(0.1)) for model in models]
     pop = hf.Population(models, optimizer=lambda params: hf.optim.SGD(params, lr=0.1), loss=mean, compile=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in alone]
     for row in (1, 1, 0, 1):
         x = normal(5, 4)
         pop.step(x, x, rows=[row])
-        optimizers[row].zero_grad()
-        mean(alone[row](x)).backward()
-        optimizers[row].step()
-    for key, stack in pop.fused.state_dict().items():
-        assert_close(stack, torch.stack([model.state_dict()[key] for model in alone]), rtol=1e-9, atol=1e-11)
+        members[row].call(x, x)
+    compare_tensors(pop.fused, [member.model for member in members], "after the steps")
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -16,20 +16,8 @@ import hfusion as hf
 from hfusion.schedule.engine import simulate
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
+from tests.alone import Branch
 from tests.shards import task
-
-
-class Halved(nn.Module):
-    """Fused but for a branch on values, which runs member by member."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        return y / 2 if y.sum().item() > 0 else y
-
 
 X, TARGET = torch.randn(8, 4), torch.randint(3, (8,))
 
@@ -73,7 +61,7 @@ def sweep() -> hf.SweepResult:
 
 SHOWN: dict[str, Callable[[], Any]] = {
     "fusion report": lambda: array(lambda: nn.Linear(4, 3)).report(),
-    "fusion report with a loop": lambda: array(Halved).report(),
+    "fusion report with a loop": lambda: array(lambda: Branch(4, 3)).report(),
     "fusion report before a call": lambda: hf.fuse([nn.Linear(4, 3)]).report(),
     "step report": lambda: step_report(2),
     "step report before a call": lambda: step_report(0),

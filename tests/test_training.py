@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from tests.alone import compare_call, compare_tensors
+from tests.alone import Branch, assert_alone, call, compare_call, compare_tensors
 from tests.zoo import MODELS, Model
 
-RELATIVE = 1e-9
 # So large that the rounding of a gradient that is zero in truth (a bias before a BatchNorm) stays rounding.
 EPS = 1e-4
 
@@ -25,36 +23,6 @@ EPS = 1e-4
 def members(model: Model, count: int) -> list[nn.Module]:
     torch.manual_seed(count)
     return [model.make().double() for _ in range(count)]
-
-
-def close(ours: Tensor, theirs: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=1e-11, msg=lambda m: f"{what}: {m}")
-
-
-def compare_states(fused: nn.Module, models: list[nn.Module], steps: str) -> None:
-    ours = fused.state_dict()
-    theirs = [model.state_dict() for model in models]
-    assert list(ours) == list(theirs[0])
-    for name, stack in ours.items():
-        assert stack.is_contiguous()
-        close(stack, torch.stack([state[name] for state in theirs]), f"{name} {steps}")
-
-
-def loss_of(output: Any) -> Tensor:
-    """A loss that reaches every output, one number."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    return torch.stack([(leaf.sin() * (k + 1)).mean() for k, leaf in enumerate(leaves)]).sum()
-
-
-def train_alone(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], inputs: list[Tensor]) -> list[Tensor]:
-    losses = []
-    for model, optimizer, x in zip(models, optimizers, inputs, strict=True):
-        optimizer.zero_grad()
-        loss = loss_of(model(x))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
 
 
 # Each model with every number of members and with both kinds of inputs, and each number with both.
@@ -72,44 +40,23 @@ ARRAYS = [
 )
 def test_five_steps(model: Model, count: int, per_member: bool) -> None:
     models = members(model, count)
-    fused = hf.fuse(models)
-    alone = copy.deepcopy(models)
-    rates = [0.01 * (b + 1) for b in range(count)]
-    ours = hf.optim.Adam(fused.parameters(), lr=rates, eps=EPS)
-    theirs = [torch.optim.Adam(m.parameters(), lr=lr, eps=EPS) for m, lr in zip(alone, rates, strict=True)]
-    loss = hf.per_model(loss_of)
+    fused, alone = hf.fuse(models), copy.deepcopy(models)
+    optimizers: list[Any] = [torch.optim.Adam(m.parameters(), lr=0.01 * (b + 1), eps=EPS) for b, m in enumerate(alone)]
+    optimizers.append(hf.optim.Adam(fused.parameters(), lr=[0.01 * (b + 1) for b in range(count)], eps=EPS))
     for step, size in enumerate([4, 4, 3, 4, 3]):
-        inputs = [model.draw(size) for _ in range(count)] if per_member else [model.draw(size)] * count
-        expected = train_alone(alone, theirs, inputs)
-        ours.zero_grad()
-        losses = loss(fused(hf.stacked(inputs) if per_member else inputs[0]))
-        losses.sum().backward()
-        ours.step()
-        close(losses.detach(), torch.stack(expected), f"losses at step {step}")
-        if step == 0:
-            compare_gradients(fused, alone)
-        compare_states(fused, alone, f"after step {step}")
-    compare_eval(fused, alone, model.draw(3))
+        x = hf.stacked([model.draw(size) for _ in range(count)]) if per_member else model.draw(size)
+        compare_call(fused, alone, call(x), f"call {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+        compare_tensors(fused, alone, f"step {step}")
+    for module in (fused, *alone):
+        module.eval()
+    compare_call(fused, alone, model.draw(3), "evaluation", grads=False)
+    assert list(fused.state_dict()) == list(alone[0].state_dict())
+    assert all(stack.is_contiguous() for stack in fused.state_dict().values())
     for original, untouched in zip(models, members(model, count), strict=True):
         pairs = zip(original.parameters(), untouched.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def compare_gradients(fused: nn.Module, models: list[nn.Module]) -> None:
-    for name, parameter in fused.named_parameters():
-        rows = [model.get_parameter(name).grad for model in models]
-        assert parameter.grad is not None
-        close(parameter.grad, torch.stack([row for row in rows if row is not None]), f"gradient of {name}")
-
-
-def compare_eval(fused: nn.Module, models: list[nn.Module], x: Tensor) -> None:
-    fused.eval()
-    with torch.no_grad():
-        ours, expected = fused(x), [model.eval()(x) for model in models]
-    rows = zip(*(pytree.tree_leaves(e) for e in expected), strict=True)
-    for output, row in zip(pytree.tree_leaves(ours), rows, strict=True):
-        close(output, torch.stack(row), "output in eval mode")
-    compare_states(fused, models, "in eval mode")
 
 
 def on_gpu(model: nn.Module) -> nn.Module:
@@ -123,21 +70,11 @@ def on_gpu(model: nn.Module) -> nn.Module:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_three_steps_on_a_gpu(model: Model) -> None:
+def test_three_steps_on_a_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, against the loop on the same GPU; kernels may add up in another order there."""
-    alone = [on_gpu(m) for m in members(model, 3)]
-    fused = hf.fuse(copy.deepcopy(alone))
-    ours = hf.optim.SGD(fused.parameters(), lr=[0.01, 0.02, 0.03], momentum=0.9)
-    theirs = [torch.optim.SGD(m.parameters(), lr=0.01 * (b + 1), momentum=0.9) for b, m in enumerate(alone)]
-    loss = hf.per_model(loss_of)
-    for _ in range(3):
-        x = model.draw(4).cuda()
-        expected = train_alone(alone, theirs, [x] * 3)
-        ours.zero_grad()
-        losses = loss(fused(x))
-        losses.sum().backward()
-        ours.step()
-        torch.testing.assert_close(losses.detach(), torch.stack(expected), rtol=1e-7, atol=1e-9)
+    monkeypatch.setattr("tests.alone.RELATIVE", 1e-7)
+    monkeypatch.setattr("tests.alone.ABSOLUTE", 1e-9)
+    assert_alone([on_gpu(m) for m in members(model, 3)], *(model.draw(4).cuda() for _ in range(3)), rate=0.02)
 
 
 # The rows of docs/forward.md that are not about optimizers: these are in tests/optim.
@@ -200,12 +137,6 @@ def test_what_would_change_a_captured_module_is_refused(change: Callable[[nn.Mod
     torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]))
 
 
-class Branching(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y / 2 if y.sum().item() > 0 else y
-
-
 def compiled(model: nn.Module) -> Any:
     return torch.compile(copy.deepcopy(model), backend="eager")
 
@@ -221,7 +152,7 @@ def test_models_that_torch_compile_has_wrapped() -> None:
     fused.append([compiled(models[0])])
     (x,) = inputs(1)
     torch.testing.assert_close(fused(x)[[-1, 0]], torch.stack([model(x) for model in models[:2]]))
-    branching = [Branching(3, 2).double() for _ in range(2)]
+    branching = [Branch(3, 2).double() for _ in range(2)]
     fused = hf.fuse([*map(compiled, branching)])
     torch.testing.assert_close(fused(x), torch.stack([model(x) for model in branching]))
     with pytest.raises(hf.FusionError, match=r"module 0 is wrapped by torch.compile. Give the module inside it"):

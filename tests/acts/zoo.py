@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 from tests import zoo
+from tests.alone import Branch
+from tests.forwards.table import Sevenfold
 
 WIDTH = 5
 
@@ -53,33 +55,7 @@ class Numbers(nn.Module):
         return self.last(F.leaky_relu(self.norm(self.first(x)), self.slope) * (1 + self.slope))
 
 
-class Sign(nn.Module):
-    """Decides by the values of its inputs, as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.last(y.tanh()) if float(y.detach().sum()) > 0 else self.last(y.sigmoid()) * 2
-
-
-class Clipped(torch.autograd.Function):
-    """Straight through: rounds forward, and passes a gradient of its own back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x * 4).round() / 4
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * (1 - x.tanh() ** 2)
-
-
-class Rounding(nn.Module):
+class OwnGradient(nn.Module):
     """A gradient written by hand."""
 
     def __init__(self) -> None:
@@ -87,7 +63,7 @@ class Rounding(nn.Module):
         self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(Clipped.apply(self.first(x)))
+        return self.last(Sevenfold.apply(self.first(x).tanh()))
 
 
 class Spectrum(nn.Module):
@@ -233,9 +209,9 @@ ZOO: dict[str, Entry] = {
         Entry("writer", of(zoo.Writer), zoo.normal(4), cannot=frozenset({"cast", "freeze", "freeze one"})),
         Entry("numbers", Numbers),
         Entry("value branch", of(zoo.Branching), zoo.normal(4)),
-        Entry("loop", of(Sign)),
+        Entry("loop", of(lambda: Branch(5, 3))),
         Entry("parametrized", of(weight_normed), cannot=frozenset({"pickle"})),
-        Entry("own gradient", of(Rounding)),
+        Entry("own gradient", of(OwnGradient)),
         Entry("complex", of(Spectrum), cannot=CAST),
         Entry("padding", of(Words), lambda n: torch.randint(9, (n, 4)), floats=False),
         Entry("unused", of(Idle)),

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.parameter_attributes import DifferingMark
-from tests.alone import normal
+from tests.alone import Member, Own, normal
 from tests.oracle import RELATIVE
 
 
-# Classes that copy themselves, and attributes of parameters: arrays train them as alone.
 # Classes that copy themselves: arrays, populations and tasks train them as alone, whatever their copies lose.
 class Net(nn.Module):
     def __init__(self, scale: float = 1.0) -> None:
@@ -62,12 +61,7 @@ class Outer(nn.Module):
         return y
 
 
-KINDS = (
-    LoadsState,
-    SharesParameters,
-    LosesNumbers,
-    Outer,
-)
+KINDS = (LoadsState, SharesParameters, LosesNumbers, Outer)
 RATE = 0.1
 
 
@@ -119,12 +113,9 @@ WAYS: dict[str, Callable[[list[nn.Module]], list[nn.Module]]] = {
 def test_trained_as_alone(kind: Callable[[float], nn.Module], way: str, members: int) -> None:
     alone = models(kind, members)
     for model in alone:
-        opt = torch.optim.SGD(model.parameters(), lr=RATE)
+        member = Member(model, torch.optim.SGD, F.mse_loss, Own(RATE))
         for _ in range(2):
-            opt.zero_grad()
-            x, y = batch()
-            F.mse_loss(model(x), y).backward()
-            opt.step()
+            member.call(*batch())
     trained = WAYS[way](models(kind, members))
     for model, expected in zip(trained, alone, strict=True):
         for (name, tensor), (_, value) in zip(model.state_dict().items(), expected.state_dict().items(), strict=True):
@@ -176,13 +167,11 @@ def test_an_array_of_marked_parameters_equals_its_members(gains: Sequence[float]
     fused = hf.fuse(models)
     x, target = torch.randn(4, 3).double(), torch.randn(4, 3).double()
     step = hf.train_step(fused, F.mse_loss, hf.optim.Adam(fused.parameters(), lr=0.1), compile=False)
-    alone = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    alone = [Member(model, torch.optim.Adam, F.mse_loss, Own(0.1)) for model in models]
     for _ in range(3):
         step(x, target)
-        for model, optimizer in zip(models, alone, strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), target).backward()
-            optimizer.step()
+        for member in alone:
+            member.call(x, target)
     for view, whole, model in zip(fused, fused.unfuse(), models, strict=True):
         for member in (view, whole):
             torch.testing.assert_close(member(x), model(x), rtol=RELATIVE, atol=1e-12)

@@ -22,7 +22,7 @@ from hfusion.core.calls import Ragged
 from hfusion.core.fingerprint import read_state
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.core.member_random import MemberSeeds
-from tests.alone import normal
+from tests.alone import Branch, Member, Own, close, normal
 from tests.forwards.outside import READS
 from tests.forwards.table import Sevenfold
 
@@ -131,29 +131,17 @@ def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
 # Arrays in several threads: each trains as alone, and what else the process does goes on meanwhile.
 
 
-class Branch(nn.Linear):
-    """No graph can hold it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if x.sum() > 0 else 3)
-
-
 def train(rounds: int) -> None:
     for _ in range(rounds):
         models = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double() for _ in range(2)]
-        alone, fused = copy.deepcopy(models), hf.fuse(models)
+        alone = [Member(model, torch.optim.SGD, F.mse_loss, Own(0.1)) for model in copy.deepcopy(models)]
+        fused = hf.fuse(models)
         step = hf.train_step(
             fused, lambda out, y: F.mse_loss(out, y), hf.optim.SGD(fused.parameters(), 0.1), compile=False
         )
         x, y = normal(5, 4), normal(5, 1)
         for _ in range(2):
-            losses = step(x, y)
-            for loss, model in zip(losses, alone, strict=True):
-                expected = F.mse_loss(model(x), y)
-                torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-11)
-                grads = torch.autograd.grad(expected, list(model.parameters()))
-                for parameter, grad in zip(model.parameters(), grads, strict=True):
-                    parameter.data -= 0.1 * grad
+            close(step(x, y), [member.call(x, y)[0] for member in alone], "losses")
         hf.fuse([Branch(4, 1).double(), Branch(4, 1).double()])(x)
 
 

@@ -1,57 +1,25 @@
-"""Models of other packages, small and in float64: each with its batches, and a loss of its outputs."""
+"""Models of other packages, small and in float64, with their batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from tests.alone import Call, call
 
 BATCH = 4
 
 
-@dataclass(frozen=True)
-class Batch:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+def numbers(*shape: int) -> Callable[[], Call]:
+    return lambda: call(torch.randn(BATCH, *shape))
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """A row of the table.
-
-    Attributes:
-        make: a model; skips the test where its package is missing.
-        batch: inputs of one minibatch.
-        loss: a number from what the model gives.
-    """
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[], Batch]
-    loss: Callable[[Any], Tensor]
-
-
-def squares(outputs: Any) -> Tensor:
-    found = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return torch.stack([leaf.square().mean() for leaf in found]).sum()
-
-
-def numbers(*shape: int) -> Callable[[], Batch]:
-    return lambda: Batch((torch.randn(BATCH, *shape),))
-
-
-def tokens() -> Batch:
-    return Batch(kwargs={"input_ids": torch.randint(2, 17, (BATCH, 6))})
-
-
-def next_token(logits: Tensor) -> Tensor:
-    # Losses of transformers round to float32.
-    return F.cross_entropy(logits.flatten(0, 1), torch.arange(logits.shape[0] * logits.shape[1]) % 17)
+def tokens() -> Call:
+    return call(input_ids=torch.randint(2, 17, (BATCH, 6)))
 
 
 class Logits(nn.Module):
@@ -84,9 +52,9 @@ def tab_transformer() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def rows() -> Batch:
+def rows() -> Call:
     categories = [torch.randint(0, count, (BATCH,)) for count in (4, 3, 5)]
-    return Batch((torch.stack(categories, 1), torch.randn(BATCH, 6)))
+    return call(torch.stack(categories, 1), torch.randn(BATCH, 6))
 
 
 def i_transformer() -> nn.Module:
@@ -118,8 +86,8 @@ def actor_critic() -> nn.Module:
     return Policy(spaces.Box(-1, 1, (4,)), spaces.Box(-1, 1, (2,)), lambda _: 1e-3, net_arch=[8]).double()  # type: ignore[no-any-return]
 
 
-def observations() -> Batch:
-    return Batch((torch.randn(BATCH, 4),), {"deterministic": True})
+def observations() -> Call:
+    return call(torch.randn(BATCH, 4), deterministic=True)
 
 
 def ltc() -> nn.Module:
@@ -188,11 +156,7 @@ def longformer() -> nn.Module:
         attention_probs_dropout_prob=0.0,
         pad_token_id=1,
     )
-    model = transformers.LongformerForMaskedLM(config)
-    for name, parameter in model.named_parameters():
-        # Their gradients are zero but for rounding, which Adam enlarges.
-        parameter.requires_grad_(not name.endswith(("key.bias", "key_global.bias")))
-    return Logits(model).double()
+    return Logits(transformers.LongformerForMaskedLM(config)).double()
 
 
 def variational_gp() -> nn.Module:
@@ -224,15 +188,16 @@ def variational_gp() -> nn.Module:
     return model
 
 
-FOREIGN = {
-    "tab-transformer-pytorch": Foreign(tab_transformer, rows, squares),
-    "iTransformer": Foreign(i_transformer, numbers(8, 3), squares),
-    "stable-baselines3 ActorCriticPolicy": Foreign(actor_critic, observations, squares),
-    "ncps LTC": Foreign(ltc, numbers(5, 3), squares),
-    "torch spectral_norm": Foreign(spectral_norm, numbers(2, 8), squares),
-    "peft prefix tuning": Foreign(prefix_tuning, tokens, next_token),
-    "transformers RecurrentGemma": Foreign(recurrent_gemma, tokens, next_token),
-    "transformers Bloom": Foreign(bloom, tokens, next_token),
-    "transformers Longformer": Foreign(longformer, tokens, next_token),
-    "gpytorch variational GP": Foreign(variational_gp, numbers(2), squares),
+# How to make a model, which skips the test where its package is missing, and the inputs of one minibatch.
+FOREIGN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
+    "tab-transformer-pytorch": (tab_transformer, rows),
+    "iTransformer": (i_transformer, numbers(8, 3)),
+    "stable-baselines3 ActorCriticPolicy": (actor_critic, observations),
+    "ncps LTC": (ltc, numbers(5, 3)),
+    "torch spectral_norm": (spectral_norm, numbers(2, 8)),
+    "peft prefix tuning": (prefix_tuning, tokens),
+    "transformers RecurrentGemma": (recurrent_gemma, tokens),
+    "transformers Bloom": (bloom, tokens),
+    "transformers Longformer": (longformer, tokens),
+    "gpytorch variational GP": (variational_gp, numbers(2)),
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from random import Random
 
-from hfusion.schedule.plan import Plan, Shard, TaskPlan
+from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.schedule.policy import POLICIES, Candidate, Policy, best
+from tests.shards import task
 
 MIXES = ("homogeneous", "heterogeneous")
 GIB = 2**30
@@ -13,10 +15,6 @@ BUDGET = 16 * GIB
 RATE = 8.0 * GIB
 # A unit per task and minibatch is enough for many tasks; few tasks are cut finer, as they would be.
 UNITS = 100_000
-
-
-def _since(candidate: Candidate) -> float:
-    return candidate.since
 
 
 def random(seed: int) -> Policy:
@@ -38,7 +36,7 @@ def _mix(value: int) -> int:
 
 COMPARED: dict[str, Policy] = POLICIES | {
     policy.name: policy
-    for policy in (Policy("round-robin", "the task that has waited longest", _since, best), random(0))
+    for policy in (Policy("round-robin", "the task that has waited longest", attrgetter("since"), best), random(0))
 }
 
 
@@ -66,22 +64,8 @@ def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> 
     """A task whose minibatch takes ``seconds`` without recomputation; its state moves in a fifth of that."""
     shard_seconds = seconds / count
     size = min(int(0.2 * shard_seconds * RATE), BUDGET // 4)
-    shards = tuple(
-        Shard(
-            index=index,
-            first=index,
-            last=index + 1,
-            weights=size // 4,
-            gradients=size // 4,
-            optimizer=size // 2,
-            activations=size // 8,
-            workspace=size // 16,
-            peak=size // 4 + size // 8 + size // 16,
-            boundary=size // 64 if index < count - 1 else 0,
-            forward=shard_seconds * 0.3,
-            backward=shard_seconds * 0.6,
-            step=shard_seconds * 0.1,
-        )
-        for index in range(count)
-    )
-    return TaskPlan(name, shards, steps, resident)
+    sizes = {"weights": 4, "gradients": 4, "optimizer": 2, "activations": 8, "workspace": 16, "boundary": 64}
+    shares = {"forward": 0.3, "backward": 0.6, "step": 0.1}
+    values = {kind: size // part for kind, part in sizes.items()}
+    values |= {phase: shard_seconds * share for phase, share in shares.items()}
+    return task(name, count, steps, resident=resident, **values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -91,30 +92,29 @@ def test_a_bad_plan(tasks: tuple[TaskPlan, ...], devices: dict[str, int], rate: 
         Plan(tasks, devices, rate, 1.0)
 
 
-def test_bad_tasks_and_shards() -> None:
-    with pytest.raises(PlanError, match="one word"):
-        task("two words")
-    with pytest.raises(PlanError, match="0 steps"):
-        task("a", steps=0)
-    with pytest.raises(PlanError, match="weights is -1"):
-        shard(0, weights=-1)
-    with pytest.raises(PlanError, match="forward is nan"):
-        shard(0, forward=float("nan"))
-    with pytest.raises(PlanError, match="shard 0: frozen is 2 bytes, weights 1:"):
-        shard(0, frozen=2)
-    with pytest.raises(PlanError, match="frozen is -1"):
-        shard(0, frozen=-1)
-    with pytest.raises(PlanError, match=r"'a' is resident in 2 shards\. Give a resident task one shard"):
-        task("a", 2, resident=True)
-    with pytest.raises(PlanError, match="accumulate 0: each must be at least 1"):
-        task("a", accumulate=0)
-    for epoch in (0, 2, 5):
-        with pytest.raises(PlanError, match=f"3 steps in epochs of {epoch}: give steps as a whole number of epochs"):
-            task("a", steps=3, epoch=epoch)
-    with pytest.raises(PlanError, match="'a' is saved every 0 minibatches: give at least 1, or None"):
-        task("a", save_every=0)
-    with pytest.raises(PlanError, match="begins at node 2, the one before ends at 1"):
-        TaskPlan("a", (shard(0), replace(shard(1), first=2, last=3)), 1, False)
+BAD: dict[str, Callable[[], object]] = {
+    "one word": lambda: task("two words"),
+    "0 steps": lambda: task("a", steps=0),
+    "weights is -1": lambda: shard(0, weights=-1),
+    "forward is nan": lambda: shard(0, forward=float("nan")),
+    "shard 0: frozen is 2 bytes, weights 1:": lambda: shard(0, frozen=2),
+    "frozen is -1": lambda: shard(0, frozen=-1),
+    r"'a' is resident in 2 shards\. Give a resident task one shard": lambda: task("a", 2, resident=True),
+    "accumulate 0: each must be at least 1": lambda: task("a", accumulate=0),
+    "3 steps in epochs of 0: give steps as a whole number of epochs": lambda: task("a", steps=3, epoch=0),
+    "3 steps in epochs of 2: give": lambda: task("a", steps=3, epoch=2),
+    "3 steps in epochs of 5: give": lambda: task("a", steps=3, epoch=5),
+    "'a' is saved every 0 minibatches: give at least 1, or None": lambda: task("a", save_every=0),
+    "begins at node 2, the one before ends at 1": lambda: TaskPlan(
+        "a", (shard(0), replace(shard(1), first=2, last=3)), 1, False
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_tasks_and_shards(message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        BAD[message]()
 
 
 def test_lower_bound() -> None:

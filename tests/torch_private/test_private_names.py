@@ -56,7 +56,7 @@ PRIVATE_NAMES = tuple(PrivateNames(**row) for row in _TABLE["uses"])
 aten = torch.ops.aten
 
 
-class Doubled(torch.autograd.Function):
+class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return 2 * x
@@ -88,7 +88,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "a Tensor": lambda: torch.zeros(1),
     "an UntypedStorage": lambda: torch.zeros(1).untyped_storage(),
     "a Generator": torch.Generator,
-    "an autograd.Function": lambda: Doubled,
+    "an autograd.Function": lambda: Twice,
     "an Optimizer": optimizer,
     "the step of an optimizer": stepped,
     "a DataLoader": lambda: DataLoader([1]),
@@ -271,16 +271,6 @@ def in_table(path: str) -> bool:
 
 
 # Assumptions of hfusion about torch's dispatch, export and autograd hold on the installed torch.
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
 class Failing(nn.Module):
     """Its submodule fails while it is traced; and it says what it sees of the export."""
 
