@@ -192,8 +192,8 @@ def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> 
 def resize(tensor: Tensor, moved: Tensor, in_place: bool) -> None:
     """Replace the data of ``tensor`` by ``moved``, unless ``in_place``: then it has been written in place."""
     if not in_place:
-        # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its old shape,
-        # also while the tensor is frozen; torch forgets it where the dtype changes (as of 2.11 to 2.13,
+        # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its old
+        # shape, also while the tensor is frozen; torch forgets it where the dtype changes (as of 2.11 to 2.13,
         # `VariableHooks::set_data`).
         other_dtype = torch.float64 if tensor.dtype is torch.float32 else torch.float32
         tensor.data = torch.empty(0, dtype=other_dtype, device=tensor.device)
