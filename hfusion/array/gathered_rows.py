@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_editing import Array, Kin, changed_tensors, check_movable, enter, resize
-from hfusion.array.member_views import Views, check_together
+from hfusion.array.member_views import HOOKS, Views, check_together
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
@@ -25,8 +25,6 @@ from hfusion.torch_private.module_hooks import has_global_hooks
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def part_of(fused: FusedModule, rows: Sequence[int], live: bool) -> FusedModule:
@@ -211,7 +209,7 @@ class GatheredRows:
             held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
             if not all(is_own_hook(hook) for hooks in held for hook in (hooks or {}).values()):
                 hooked = f"{name} of a fused {whole._original} has a hook, which takes the gradients of all members"
-        if has_global_hooks() or any(getattr(module, name) for module in whole.modules() for name in _HOOKS):
+        if has_global_hooks() or any(getattr(module, name) for module in whole.modules() for name in HOOKS):
             hooked = f"a fused {whole._original} has a hook, which takes the outputs of all members"
         if hooked:
             raise FusionError(f"{hooked}: step all rows, or remove it")

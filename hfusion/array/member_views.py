@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 _MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
 _TENSOR_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 # Subclasses of these may have attributes that change.
 _FIXED = frozenset({*PLAIN, types.FunctionType, types.BuiltinFunctionType})
 
@@ -80,7 +80,7 @@ class MemberModule:
     def find_hook(self) -> str:
         """Return the path of a user's hook; empty if there is none."""
         for path, module in self.modules.items():
-            hooks = chain.from_iterable(vars(module)[name].values() for name in _HOOKS)
+            hooks = chain.from_iterable(vars(module)[name].values() for name in HOOKS)
             if not all(is_own_hook(hook) or is_part_of_forward(hook) for hook in hooks):
                 return path or "(root)"
         for name, parameter in self.parameters.items():
@@ -455,7 +455,7 @@ def _differing_names(content: Any, other: Any) -> frozenset[str] | None:
 def _without_hooks(model: nn.Module) -> nn.Module:
     """Return ``model`` after removing the user's hooks."""
     for module in model.modules():
-        for name in _HOOKS:
+        for name in HOOKS:
             table = getattr(module, name)
             for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
                 del table[key]

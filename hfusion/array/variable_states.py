@@ -104,27 +104,7 @@ class Situations:
 def _around(variables: Variables, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
     """Return further state that a program depends on: of the process, the thread, the array and the call."""
     names = variables.names
-    if arguments is not None:
-        _check_attributes(names, arguments)
-    return (
-        torch.get_default_dtype(),
-        global_hooks(),
-        None if names.isdisjoint(AUTOCAST_QUESTIONS) else active_autocast(),
-        read_settings(variables.settings) if variables.settings else None,
-        _trained(tree) if "requires_grad" in names else None,
-        None if names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
-        None if arguments is None or names.isdisjoint(STRIDE_QUESTIONS) else arguments.memory_orders,
-    )
-
-
-def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
-    """Return requires_grad of each parameter."""
-    return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
-
-
-def _check_attributes(names: frozenset[str], arguments: Arguments) -> None:
-    """Raise a FusionError where a tensor carries a Python attribute that forward may read: an array has none."""
-    for index, tensor in enumerate(arguments.values):
+    for index, tensor in enumerate(() if arguments is None else arguments.values):
         attributes = vars(tensor) if isinstance(tensor, Tensor) else None
         if attributes and (read := sorted(names & attributes.keys())):
             raise FusionError(
@@ -132,6 +112,17 @@ def _check_attributes(names: frozenset[str], arguments: Arguments) -> None:
                 "of an array has no attributes; give its value as an argument of its own, and the tensor as "
                 "x.view_as(x)"
             )
+    return (
+        torch.get_default_dtype(),
+        global_hooks(),
+        None if names.isdisjoint(AUTOCAST_QUESTIONS) else active_autocast(),
+        read_settings(variables.settings) if variables.settings else None,
+        tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
+        if "requires_grad" in names
+        else None,
+        None if names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
+        None if arguments is None or names.isdisjoint(STRIDE_QUESTIONS) else arguments.memory_orders,
+    )
 
 
 def check_cached(models: Sequence[nn.Module]) -> None:

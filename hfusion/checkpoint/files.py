@@ -160,21 +160,15 @@ def _prune(folder: Path, keep: int) -> None:
     paths = saves(folder)
     scored = [(score, path) for path in paths if (score := _score(path)) is not None]
     best = max(scored, key=lambda pair: (pair[0], _number(pair[1])))[1] if scored else None
-    for path in paths[: -max(1, keep)]:
-        if path != best:
-            _remove(path, folder / f"{_ASIDE}{uuid.uuid4().hex}")
-
-
-def _remove(path: Path, aside: Path) -> None:
-    """Delete a save, ignoring errors; for a symbolic link, delete only the link."""
-    with suppress(OSError):
-        if path.is_symlink():
-            path.unlink()
-            return
-        # Rename the save first, so that no reader finds it half deleted.
-        os.rename(path, aside)
-        aside.chmod(0o700)
-        shutil.rmtree(aside, ignore_errors=True)
+    for path in [path for path in paths[: -max(1, keep)] if path != best]:
+        with suppress(OSError):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                # Rename the save first, so that no reader finds it half deleted.
+                aside = path.rename(folder / f"{_ASIDE}{uuid.uuid4().hex}")
+                aside.chmod(0o700)
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def _score(path: Path) -> float | None:

@@ -74,11 +74,8 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], total: int
 
 
 def _row(tag: str, cells: Sequence[object]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_text(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def _text(cell: object) -> str:
-    return escape("" if cell is None else str(cell))
+    texts = [escape("" if cell is None else str(cell)) for cell in cells]
+    return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
 
 
 def folded(summary: str, body: str, is_open: bool = False) -> str:
