@@ -58,6 +58,7 @@ def _numpy_number(parts: Any) -> Any:
 
 
 _KINDS = {
+    "float": _CodedType(float, repr, {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.__getitem__),
     "complex": _CodedType(complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "bytes": _CodedType(
         bytes, lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True)
@@ -94,10 +95,8 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         CheckpointError: a value that is neither plain nor a tensor, or of a subclass of a plain type.
     """
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {_MARK: "float", "v": repr(value)}
     if kind in _TENSORS:
         return {_MARK: "tensor", "v": _keep(value.detach(), tensors, where)}
     if kind is list:
@@ -154,8 +153,6 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     name = value[_MARK]
     if name == "tensor":
         return tensors[value["v"]]
-    if name == "float":
-        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["v"]]
     if name not in _KINDS:
         raise CheckpointError(f"a value is marked as {name!r}, which this version does not know")
     return _KINDS[name].join(decode(value["v"], tensors))
