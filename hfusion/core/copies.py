@@ -29,14 +29,7 @@ def copies(values: Any) -> Any:
 
     Strides are kept, since code may read them.
     """
-    return pytree.tree_map_only(Tensor, lambda x: _like(_copied(x.detach()), x), values)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    copy = tensor.clone()
-    if not is_plain(tensor) or copy.stride() == tensor.stride():
-        return copy
-    return _copied_memory([tensor])[0]
+    return pytree.tree_map_only(Tensor, lambda x: copies_in_like_memory([x])[0], values)
 
 
 def aliases(values: Any) -> Any:
