@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hfusion.array.member_views import switch_mode
 from hfusion.capture.export_context import apart
 from hfusion.core.errors import FusionError
+from hfusion.core.exclusive import temporarily
 from hfusion.core.membership import mark, membership
 
 if TYPE_CHECKING:
@@ -355,14 +356,10 @@ def _class_with_forward(kind: type[nn.Module], name: str) -> type[nn.Module]:
 
     @functools.wraps(method)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inside = getattr(running, "inside", None)
-        if inside is self:
+        if getattr(running, "inside", None) is self:
             return kind.forward(self, *args, **kwargs)
-        running.inside = self
-        try:
+        with temporarily(running, inside=self):
             return method(self, *args, **kwargs)
-        finally:
-            running.inside = inside
 
     namespace = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), namespace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from hfusion.torch_private.export_state import compile_lock
 
@@ -60,6 +61,17 @@ class FairLock:
 tracing = FairLock()
 
 
+@contextmanager
+def temporarily(owner: object, **values: Any) -> Iterator[None]:
+    """Context manager: set attributes of ``owner``, such as a `threading.local`, and restore them at the end."""
+    before = {name: getattr(owner, name, None) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
 class _CompilingThread(threading.local):
     within: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -67,14 +79,9 @@ class _CompilingThread(threading.local):
 _here = _CompilingThread()
 
 
-@contextmanager
-def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
     """Context manager: this thread enters ``alone()`` before it waits for the locks of `compiling`."""
-    outer, _here.within = _here.within, alone
-    try:
-        yield
-    finally:
-        _here.within = outer
+    return temporarily(_here, within=alone)
 
 
 @contextmanager

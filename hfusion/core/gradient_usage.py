@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from hfusion.core.exclusive import temporarily
 from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, own_hook
 from hfusion.core.parameter_attributes import keep_marks
@@ -288,13 +289,10 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
 
     def call(*inputs: Any) -> Any:
         # For an array inside a member of another array, the members of the outer one are tracked.
-        outer = running()
-        tracks = outer is None and torch.is_grad_enabled() and not in_transform()
-        program_run = _active.run = ProgramRun() if tracks else None
-        try:
+        tracks = running() is None and torch.is_grad_enabled() and not in_transform()
+        program_run = ProgramRun() if tracks else None
+        with temporarily(_active, run=program_run):
             results = run(*inputs)
-        finally:
-            _active.run = outer
         if program_run is not None:
             program_run.gave(results, members)
         return results

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hfusion.core.exclusive import temporarily
 from hfusion.torch_private.dispatch_modes import in_dispatch_mode
 
 
@@ -46,12 +47,9 @@ _active = _Active()
 @contextmanager
 def recording() -> Iterator[list[Tensor]]:
     """Context manager: collect every draw of this thread, in order; each is ``[B, *S]``. Not for nested use."""
-    outer, draws = _active.draws, list[Tensor]()
-    _active.draws = draws
-    try:
+    draws: list[Tensor] = []
+    with temporarily(_active, draws=draws):
         yield draws
-    finally:
-        _active.draws = outer
 
 
 def draw(sample: Callable[[], Tensor]) -> Tensor:
@@ -150,26 +148,16 @@ def member_seeds() -> MemberSeeds | None:
     return _active.source
 
 
-@contextmanager
-def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
+def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> AbstractContextManager[None]:
     """Context manager: operators that can draw from ``seeds``, an integer per member, or a function that makes them."""
-    outer = _active.source, _active.make
-    _active.source = MemberSeeds(seeds) if isinstance(seeds, Tensor) else None
-    _active.make = None if isinstance(seeds, Tensor) else seeds
-    try:
-        yield
-    finally:
-        _active.source, _active.make = outer
+    if isinstance(seeds, Tensor):
+        return temporarily(_active, source=MemberSeeds(seeds), make=None)
+    return temporarily(_active, source=None, make=seeds)
 
 
-@contextmanager
-def keyed(keys: Tensor | None) -> Iterator[None]:
+def keyed(keys: Tensor | None) -> AbstractContextManager[None]:
     """Context manager: `new_seeds` depends on ``keys``, an integer per member, not on the number of members."""
-    outer, _active.keys = _active.keys, keys
-    try:
-        yield
-    finally:
-        _active.keys = outer
+    return temporarily(_active, keys=keys)
 
 
 def new_seeds(members: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Event, Lock, Thread, local
@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 
+from hfusion.core.exclusive import temporarily
 from hfusion.device import native
 
 SOURCE = Path(__file__).with_name("team.c")
@@ -156,14 +157,9 @@ def active_team() -> Team | None:
     return getattr(_active, "team", None)
 
 
-@contextmanager
-def helped_by(team: Team | None) -> Iterator[None]:
+def helped_by(team: Team | None) -> AbstractContextManager[None]:
     """Context manager: kernels that this thread calls may run on the threads of ``team``."""
-    before, _active.team = active_team(), team
-    try:
-        yield
-    finally:
-        _active.team = before
+    return temporarily(_active, team=team)
 
 
 # OpenMP threads, with which torch computes an operator on several cores.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 
 from hfusion.torch_private.export_state import without_dynamo
+from hfusion.torch_private.replaced_functions import replaced
 
 # What is imported here for other files.
 __all__ = ["Orthogonal", "has_global_hooks"]
@@ -39,15 +39,9 @@ def caches_parametrizations() -> bool:
     return bool(parametrize._cache_enabled)
 
 
-@contextmanager
-def without_cached_parametrizations() -> Iterator[None]:
+def without_cached_parametrizations() -> AbstractContextManager[None]:
     """Context manager: hide an outer `torch.nn.utils.parametrize.cached`."""
-    cached = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = cached
+    return replaced(parametrize, {"_cache_enabled": 0, "_cache": {}})
 
 
 # Hooks of the steps of optimizers.
