@@ -1,7 +1,7 @@
 """One lock for what threads cannot do at the same time: captures, and draws from states that only one task has.
 
 torch's tracers replace functions of the whole process while they run, and torch's random generators belong to the
-process. See "Threads" in docs/forward.md.
+process. See "Threads" in docs/forward.md. What a thread has for itself is set for a while by `temporarily`.
 """
 
 from __future__ import annotations
