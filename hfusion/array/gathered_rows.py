@@ -7,7 +7,6 @@ reuses programs of the whole array without a capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +69,6 @@ def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
     return part
 
 
-@dataclass(eq=False)
 class GatheredRows:
     """Members ``rows`` of ``whole`` as a separate array, whose programs are derived from those of the whole array.
 
@@ -79,21 +77,15 @@ class GatheredRows:
         rows: the row of each member of ``array`` in ``whole``. A row may be repeated, to fill up a block.
         live: the rows are neighbours, and ``array`` holds views of them instead of copies.
         modes: the train and eval modes of the members, by path.
+
+    Raises:
+        FusionError: see `load`.
     """
 
-    whole: FusedModule
-    array: FusedModule
-    rows: list[int]
-    live: bool
-    modes: dict[str, bool]
-
-    @staticmethod
-    def of(whole: FusedModule, rows: Sequence[int], live: bool = False) -> GatheredRows:
-        """Create an array of members ``rows`` of ``whole``. Raises FusionError, see `load`."""
-        gathered = GatheredRows(whole, part_of(whole, rows, live), list(rows), live, {})
-        gathered._find_kin()
-        gathered.load(rows)
-        return gathered
+    def __init__(self, whole: FusedModule, rows: Sequence[int], live: bool = False) -> None:
+        self.whole, self.array, self.live = whole, part_of(whole, rows, live), live
+        self._find_kin()
+        self.load(rows)
 
     def fits(self) -> bool:
         """Return whether the array still has the tensors, dtypes and devices that this was made for."""

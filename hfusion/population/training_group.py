@@ -411,7 +411,7 @@ class TrainingGroup:
         places = [*rows, *rows[:1] * (width - len(rows))]
         chosen = self._chosen
         if chosen is None or chosen[2].whole is not self.optimizer or not (chosen[1].fits() and chosen[2].fits()):
-            array = GatheredRows.of(self.fused, places)
+            array = GatheredRows(self.fused, places)
             small, large = dict(array.array.named_parameters()), dict(self.fused.named_parameters())
             state = GatheredState.of(self.optimizer, {large[name]: param for name, param in small.items()}, places)
             part = TrainingGroup.__new__(TrainingGroup)

@@ -110,7 +110,7 @@ class EagerStep:
         try:
             block = self._blocks.get(len(rows))
             if block is None or not block.fits():
-                block = self._blocks[len(rows)] = GatheredRows.of(self._fused, rows, live=True)
+                block = self._blocks[len(rows)] = GatheredRows(self._fused, rows, live=True)
             else:
                 block.load(rows)
         except FusionError as error:
