@@ -76,7 +76,8 @@ def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
 def never_reached(leaf: Tensor) -> Tensor | None:
     """Return the members, bool ``[B]``, whose losses did not reach an input of a part; None if unknown.
 
-    leaf: what the part took from another one, marked as stacked (`hfusion.core.membership.mark`).
+    Args:
+        leaf: what the part took from another one, marked as stacked (`hfusion.core.membership.mark`).
     """
     missing: Tensor | None = vars(leaf).pop(_MISSING, None)
     return missing
