@@ -297,10 +297,9 @@ class Kin:
             trace is None or not base_trace.same_structure(trace) for trace in traces.values()
         ):
             return None
-        if program.size_uses:
-            models = [self.fused._member(b) for b in joining.values()]
-            if numbers_meet_sizes(program.size_uses, self.fused._member(row), models):
-                return None
+        models = [self.fused._member(b) for b in (row, *joining.values())] if program.size_uses else []
+        if models and numbers_meet_sizes(program.size_uses, models[0], models[1:]):
+            return None
         try:
             by_content = {
                 c: changes_between(program.calls, base_trace, trace) for c, trace in traces.items() if trace is not None

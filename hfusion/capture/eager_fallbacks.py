@@ -34,7 +34,7 @@ from hfusion.capture.fallback_runtime import (
 from hfusion.capture.hooks import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
 from hfusion.capture.python_state import CODE, MUTABLE_CONTAINERS, restored
-from hfusion.capture.reachable_code import names_of, names_written, search_of
+from hfusion.capture.reachable_code import GlobalVariables, names_of, names_written, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
@@ -267,7 +267,8 @@ class Fitness:
         assigned, filled = self._names_written
         for holder in search_of([self.model]).holders:
             held = holder.held
-            file = held.get("__name__") if isinstance(held, dict) else getattr(held, "__module__", None)
+            kind = held if isinstance(held, type | types.FunctionType) else type(held)
+            file = held.get("__name__") if isinstance(holder, GlobalVariables) else kind.__module__
             for name in holder.names if file in files else ():
                 value = holder.read(name)
                 changes = name in assigned or (name in filled and isinstance(value, MUTABLE_CONTAINERS))
