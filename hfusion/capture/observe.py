@@ -42,7 +42,6 @@ class Observation:
     Attributes:
         module, args, kwargs: the module before the run, and its arguments.
         outcome: outputs, gradients, and the tensors of the copy afterwards.
-        called: the copy after the run.
         modes: the new mode, train (True) or eval, of each submodule whose mode it changed, by path.
         attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient, if
             its code may read them.
@@ -54,7 +53,6 @@ class Observation:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outcome: Outcome
-    called: nn.Module
     modes: Mapping[str, bool]
     attributes: tuple[str, ...]
     variables: tuple[str, ...]
@@ -105,7 +103,6 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             args,
             kwargs,
             outcome,
-            called,
             changed_modes(module, called),
             (*attributes, *flagged),
             tuple(changed),

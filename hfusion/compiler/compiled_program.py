@@ -113,11 +113,6 @@ class Compiled:
         return written_slots(self.graph, self.program.slots) | fallback_writes
 
     @property
-    def infers_results(self) -> bool:
-        """True if eager fallbacks are expected to do what their recorded calls did."""
-        return any(not call.is_whole for call in self.opaque)
-
-    @property
     def checks(self) -> Sequence[str]:
         """The lines of the checks in forward that only raise, which the program makes for all members."""
         return expectations(self.graph)
@@ -436,7 +431,8 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     if compiled.opaque:
         run = watched(run)
     single = spec.is_leaf()
-    if compiled.infers_results or compiled.checks:
+    # Submodules that loop are expected to do what their recorded calls did.
+    if compiled.checks or not all(call.is_whole for call in compiled.opaque):
         run = _undone(run, compiled)
 
     def call(inputs: list[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,22 +33,6 @@ MAX_CHANGES = 2
 
 
 @dataclass
-class CallSizes:
-    """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that had at least two sizes so far."""
-
-    first: tuple[tuple[int, ...], ...]
-    dims: tuple[set[int], ...]
-
-    @staticmethod
-    def of(shapes: Sequence[tuple[int, ...]]) -> CallSizes:
-        return CallSizes(tuple(shapes), tuple(set() for _ in shapes))
-
-    def add_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        for dims, first, shape in zip(self.dims, self.first, shapes, strict=True):
-            dims.update(dim for dim, (a, b) in enumerate(zip(first, shape, strict=True)) if a != b)
-
-
-@dataclass
 class Compiler:
     """The programs of one subject, per training pattern and signature.
 
@@ -59,7 +43,8 @@ class Compiler:
     subject: ArraySpec
     programs: dict[Any, Compiled] = field(default_factory=dict)
     families: dict[Any, list[Compiled]] = field(default_factory=dict)
-    call_sizes: dict[Any, CallSizes] = field(default_factory=dict)
+    shapes: dict[Any, set[tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    """The shapes of the leaves of each kind of call that a program was made for."""
     opens: bool = True
     whole: dict[Any, str] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
@@ -114,17 +99,21 @@ class Compiler:
             raise self.stateful[kind]
         self._count(training, arguments)
         loose = arguments.loose_key
-        shapes = arguments.shapes
-        call_sizes = self.call_sizes.setdefault(loose, CallSizes.of(shapes))
-        call_sizes.add_shapes(shapes)
+        shapes = self.shapes.setdefault(loose, set())
+        shapes.add(tuple(arguments.shapes))
+        # For each leaf, the dims that had at least two sizes so far.
+        dims = [
+            {dim for dim, sizes in enumerate(zip(*of_leaf, strict=True)) if len({*sizes}) > 1}
+            for of_leaf in zip(*shapes, strict=True)
+        ]
         family = self.families.setdefault((training, loose), [])
-        closed = [specializes(known.graph, known.program.slots, call_sizes.dims) for known in family]
+        closed = [specializes(known.graph, known.program.slots, dims) for known in family]
         many = sum(closed) >= MAX_CLOSED
         if many and loose in self.refused:
             raise FusionError(self.refused[loose])
         if len(family) >= MAX_PROGRAMS:
             self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
-        sizes = VaryingSizes(call_sizes.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
+        sizes = VaryingSizes(dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
         try:
             with outside_transforms(), apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
                 plain = arguments.mapped(unwrapped)
