@@ -442,9 +442,7 @@ class FusedOptimizer(Formula, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])
         super().__setstate__(state)
-        self._prepared = None
-        self._recording = None
-        self._held = None
+        self._prepared = self._recording = self._held = None
         # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, saved_mark in zip(group["params"], memberships, strict=True):

@@ -35,11 +35,9 @@ def clip_grad_norm_(
     FusionError for the gradient of a parameter that several members share: it is the sum over the members,
     and no member's own. A member that has not used a parameter has no gradient of it.
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    members, grads = _gradients(params, norm_type)
-    limits = _limits("max_norm", max_norm, members)
+    grads, limits = _gradients(parameters, "max_norm", max_norm, norm_type)
     if not grads:
-        return torch.zeros(members, device="cpu")
+        return torch.zeros(len(limits), device="cpu")
     return clip_stacks(grads, limits, float(norm_type), error_if_nonfinite)
 
 
@@ -76,9 +74,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: HyperVal
     parameters of no fused module and for a limit of the wrong number or range, and FusionError for the gradient of a
     parameter that several members share.
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    members, grads = _gradients(params)
-    limits = _limits("clip_value", clip_value, members)
+    grads, limits = _gradients(parameters, "clip_value", clip_value)
     for grad in grads:
         bound = sent(limits.to(grad.dtype), grad.device).reshape(-1, *[1] * (grad.dim() - 1))
         torch.clamp(grad, -bound, bound, out=grad)
@@ -134,16 +130,11 @@ def scale(grad: Tensor, factors: Tensor) -> None:
     grad.mul_(factors.to(grad).reshape(-1, *[1] * (grad.dim() - 1)))
 
 
-def _limits(name: str, value: HyperValue, members: int) -> Tensor:
-    """Return a limit for each member. Raises ValueError for another number of values, or one that is negative."""
-    limits: Tensor = member_vector(name, value, members).as_subclass(Tensor)
-    if not bool((limits >= 0).all()):
-        raise ValueError(f"{name}={limits.tolist()}: every value must be at least 0")
-    return limits
-
-
-def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[Tensor]]:
-    """B and the gradients as ``[B, ...]``."""
+def _gradients(
+    parameters: Tensor | Iterable[Tensor], name: str, limit: HyperValue, norm_type: float = 2.0
+) -> tuple[list[Tensor], Tensor]:
+    """Return the gradients as ``[B, ...]``, and the limit of each member. ``name``: of the argument ``limit``."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params:
         raise ValueError("no parameters were given, so the number of members is unknown: pass fused.parameters()")
     members, grads = common_members(params), []
@@ -163,7 +154,10 @@ def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[
                 "it by itself with torch.nn.utils.clip_grad_norm_"
             )
         grads.append(param.grad if mark.stacked else param.grad.unsqueeze(0))
-    return members, grads
+    limits: Tensor = member_vector(name, limit, members).as_subclass(Tensor)
+    if not bool((limits >= 0).all()):
+        raise ValueError(f"{name}={limits.tolist()}: every value must be at least 0")
+    return grads, limits
 
 
 # Norms and products of stacked gradients on an accelerator, in as many launches for many tensors as for few.

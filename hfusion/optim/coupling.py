@@ -82,14 +82,9 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def hooks() -> int:
-    """Return the number of global optimizer hooks of torch that this module has registered."""
-    return watch.cache_info().currsize
-
-
 def has_hooks(optimizer: Optimizer) -> bool:
     """Return whether step hooks run for ``optimizer`` other than those of this module."""
-    return has_step_hooks(optimizer) or count_global_step_hooks() > hooks()
+    return has_step_hooks(optimizer) or count_global_step_hooks() > watch.cache_info().currsize
 
 
 @cache

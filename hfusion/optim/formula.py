@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, dataclass_transform
@@ -28,15 +28,13 @@ class Argument:
     Attributes:
         default: its value if it is not given.
         kw_only: True if it is passed by keyword only.
-        bounds: the range of each member's value; None if all members have the same value.
-        names: of the items of a pair, in formulas.
+        hypers: the number of each member, or those of a pair; empty if all members have the same value.
         annotation: the type in the signature of the constructor.
     """
 
     default: Any
     kw_only: bool = False
-    bounds: Hyper | None = None
-    names: tuple[str, ...] = ()
+    hypers: tuple[Hyper, ...] = ()
     annotation: Any = inspect.Parameter.empty
 
 
@@ -64,7 +62,9 @@ def per_member(
         >>> [hyper.key for hyper in Plain.hypers]
         ['lr']
     """
-    return Argument(default, bounds=Hyper("", None, low, high, below), names=names)
+    bounds = Hyper("", None, low, high, below)
+    pair = tuple(replace(bounds, index=index, name=name) for index, name in enumerate(names))
+    return Argument(default, hypers=pair or (bounds,))
 
 
 def for_all(*, default: Any, kw_only: bool = False) -> Any:
@@ -104,18 +104,16 @@ class Formula:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         types = inspect.get_annotations(cls)
-        own = {
-            name: replace(value, annotation=types.get(name, inspect.Parameter.empty))
-            for name, value in vars(cls).items()
-            if isinstance(value, Argument)
-        }
-        for name in own:
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Argument)}
+        for name, argument in own.items():
             delattr(cls, name)
+            hypers = tuple(replace(hyper, key=name) for hyper in argument.hypers)
+            own[name] = replace(argument, hypers=hypers, annotation=types.get(name, inspect.Parameter.empty))
         cls.arguments = {**cls.arguments, **own}
-        cls.hypers = tuple(hyper for name, argument in cls.arguments.items() for hyper in _hypers(name, argument))
+        cls.hypers = tuple(hyper for argument in cls.arguments.values() for hyper in argument.hypers)
         # Master weights are how state is kept, not what is computed.
         cls.options = tuple(
-            name for name, argument in cls.arguments.items() if argument.bounds is None and name != MASTER_WEIGHTS
+            name for name, argument in cls.arguments.items() if not argument.hypers and name != MASTER_WEIGHTS
         )
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("params", kinds[0], annotation="Any")]
@@ -163,14 +161,6 @@ class Formula:
         ``[B, 1, ...]``, so that they broadcast over the members.
         """
         raise NotImplementedError
-
-
-def _hypers(key: str, argument: Argument) -> Sequence[Hyper]:
-    if argument.bounds is None:
-        return ()
-    if not argument.names:
-        return (replace(argument.bounds, key=key),)
-    return [replace(argument.bounds, key=key, index=i, name=name) for i, name in enumerate(argument.names)]
 
 
 def _one_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
