@@ -173,8 +173,22 @@ class FusedOptimizer(Formula, Optimizer):
         # Members for which a parameter that has a gradient was not used, and so would have none alone.
         absent = [(p, absent_rows(p.grad)) for p in self._params() if p.grad is not None] if any_absent() else []
         skipped: SkippedRows = {param: rows.reshape(-1) for param, rows in absent if rows is not None}
+        # A torch.amp.GradScaler has these for the time of a step.
         if (found_inf := getattr(self, "found_inf", None)) is not None:
-            if (overflown := self._unscaled(found_inf)) is not None:
+            grads = [(p.grad.detach(), membership_of(p)) for p in self._params() if p.grad is not None]
+            if (scale := getattr(self, "grad_scale", None)) is not None:
+                inverse = scale.double().reciprocal().float()
+                for grad, _ in grads:
+                    grad.mul_(inverse.to(grad.device))
+            if found_inf.item():
+                overflown = overflowing([member_rows(grad, param_mark) for grad, param_mark in grads], self.members)
+                if not overflown.any():
+                    raise FusionError(
+                        "the GradScaler found gradients that are not finite, and there are none left: they were "
+                        "changed between scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the "
+                        "members they belong to are unknown; clip with hf.optim.clip_grad_norm_, or change the "
+                        "gradients before scaler.unscale_"
+                    )
                 skip(skipped, self._with_gradients(), overflown)
             work = self._work()
         if self._held is not None:
@@ -193,30 +207,6 @@ class FusedOptimizer(Formula, Optimizer):
             work = self._prepared.work(self)
             assert work is not None
         return work
-
-    def _unscaled(self, found_inf: Tensor) -> Tensor | None:
-        """Divide the gradients by the scale of a torch.amp.GradScaler, if it has not, and return who must not step.
-
-        Bool ``[B]``, or None if all members step.
-
-        Raises FusionError if the scaler has found a number that is not finite, and all are finite now.
-        """
-        grads = [(param.grad.detach(), membership_of(param)) for param in self._params() if param.grad is not None]
-        if (scale := getattr(self, "grad_scale", None)) is not None:
-            inverse = scale.double().reciprocal().float()
-            for grad, _ in grads:
-                grad.mul_(inverse.to(grad.device))
-        if not found_inf.item():
-            return None
-        bad = overflowing([member_rows(grad, param_mark) for grad, param_mark in grads], self.members)
-        if not bad.any():
-            raise FusionError(
-                "the GradScaler found gradients that are not finite, and there are none left: they were changed "
-                "between scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the members they "
-                "belong to are unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before "
-                "scaler.unscale_"
-            )
-        return bad
 
     def _with_gradients(self) -> list[Tensor]:
         return [param for param in self._params() if param.grad is not None]
@@ -458,7 +448,7 @@ class FusedOptimizer(Formula, Optimizer):
         options = self._options(group)
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
-        values = named("Values", tuple(hyper.field for hyper in self.hypers))
+        values = named("Values", tuple(hyper.name for hyper in self.hypers))
         rows = list(starmap(values, zip(*columns, strict=True)))
         different = dict.fromkeys(rows)
         for row in different:
@@ -487,7 +477,7 @@ class FusedOptimizer(Formula, Optimizer):
     def _state(self, param: Tensor, group: ParamGroup, settings: Settings) -> State:
         """Add what a step needs and the state of a parameter lacks, at its initial values; return the state."""
         state: State = self.state[param]
-        dtype = state_dtype(param, settings.masters)
+        dtype = state_dtype(param, settings.options.master_weights)
         if dtype != param.dtype and MASTER_STACK not in state:
             state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
         if state.keys() >= {*self.numbers, *settings.names}:

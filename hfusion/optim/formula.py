@@ -107,7 +107,7 @@ class Formula:
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Argument)}
         for name, argument in own.items():
             delattr(cls, name)
-            hypers = tuple(replace(hyper, key=name) for hyper in argument.hypers)
+            hypers = tuple(replace(hyper, key=name, name=hyper.name or name) for hyper in argument.hypers)
             own[name] = replace(argument, hypers=hypers, annotation=types.get(name, inspect.Parameter.empty))
         cls.arguments = {**cls.arguments, **own}
         cls.hypers = tuple(hyper for argument in cls.arguments.values() for hyper in argument.hypers)

@@ -50,7 +50,7 @@ class Group:
         names, self._params = settings.names, params
         self._mark = membership_of(params[0])
         self._dtype = params[0].dtype
-        masters = state_dtype(params[0], settings.masters) != self._dtype
+        masters = state_dtype(params[0], settings.options.master_weights) != self._dtype
         columns = [MASTER_STACK, *names] if masters else names
         tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
         stacks = [[member_rows(tensor, self._mark) for tensor in column] for column in tensors]
@@ -113,7 +113,7 @@ def groups_of(
             addresses.add(entry[name].data_ptr())
     alike: dict[object, list[int]] = {}
     for index, param in enumerate(params):
-        param_mark, dtype = membership_of(param), state_dtype(param, settings.masters)
+        param_mark, dtype = membership_of(param), state_dtype(param, settings.options.master_weights)
         check_memory(param, f"parameter {param_mark.name!r}")
         if param_mark.stacked and param.shape[:1] != (param_mark.members,):
             raise FusionError(
@@ -172,8 +172,6 @@ def numbers_shape(mark: Membership) -> list[int]:
 
 # Checks of the properties that kernels assume of the tensors whose memory they read and write.
 
-_NUMBERS = {"step": "step counts"}
-
 
 def check_memory(tensor: Tensor, label: str) -> None:
     """Raise a FusionError if ``tensor`` keeps its values elsewhere than in this process's memory.
@@ -222,8 +220,9 @@ def check_state(
         value = entry[name]
         if not isinstance(value, Tensor) or list(value.shape) != expected_shape or value.is_meta:
             actual = _text(value) if isinstance(value, Tensor) else repr(value)
+            numbers_name = "step counts" if name == "step" else f"state {name!r}"
             raise FusionError(
-                f"the {_NUMBERS.get(name, f'state {name!r}')} of parameter {mark.name!r} are {actual}; they must be "
+                f"the {numbers_name} of parameter {mark.name!r} are {actual}; they must be "
                 f"numbers of shape {expected_shape}"
             )
 

@@ -105,12 +105,7 @@ class Hyper:
     below: bool = False
     """True: ``high`` itself is out of range."""
     name: str = ""
-    """What formulas call it, if not ``key``."""
-
-    @property
-    def field(self) -> str:
-        """The name of the hyper-parameter in formulas."""
-        return self.name or self.key
+    """What formulas call it."""
 
     @property
     def label(self) -> str:
@@ -219,11 +214,6 @@ class Settings:
     buffers: Sequence[tuple[str, ...]]
     counted: bool
 
-    @property
-    def masters(self) -> bool:
-        """True if parameters of half precision have master weights."""
-        return bool(self.options.master_weights)
-
     @cached_property
     def names(self) -> list[str]:
         """The state stacks that some member uses."""
@@ -232,7 +222,7 @@ class Settings:
     @cached_property
     def stateful(self) -> bool:
         """True if some member keeps any state."""
-        return self.counted or self.masters or bool(self.names)
+        return self.counted or self.options.master_weights or bool(self.names)
 
     @cached_property
     def advance(self) -> Tensor:

@@ -59,7 +59,7 @@ class KernelProgram:
         scalars: the scalars that the update reads, by name.
         new_numbers: numbers other than ``step`` after the step, by name.
         update: the operations of the update.
-        results: the new parameter and the new stacks.
+        results: the new parameter and the new stacks, by name.
     """
 
     formula: type[Formula]
@@ -69,7 +69,7 @@ class KernelProgram:
     scalars: Mapping[str, Operand]
     new_numbers: Mapping[str, Operand]
     update: Sequence[Operation]
-    results: Sequence[Operand]
+    results: Mapping[str, Operand]
 
     def flushes(self, eps: float) -> bool:
         """Return whether 0 may be taken for denormal numbers, if the least ``eps`` of a member is this."""
@@ -90,7 +90,7 @@ def program(formula: type[Formula], options: Options, states: tuple[str, ...]) -
 
 @lru_cache(maxsize=256)
 def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram:
-    hypers, numbers = tuple(hyper.field for hyper in formula.hypers), tuple(formula.numbers)
+    hypers, numbers = tuple(hyper.name for hyper in formula.hypers), tuple(formula.numbers)
     trace = _FormulaTrace("b")
     h = named("Values", hypers)._make(trace.symbol(f"h_{name}") for name in hypers)
     n = SimpleNamespace(**{name: trace.symbol(f"n_{name}") for name in numbers})
@@ -106,11 +106,9 @@ def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) 
     new_param, new_state = formula.update(param, grad, state, SimpleNamespace(**s), options)
     if new_state.keys() != state.keys():
         raise ValueError(f"update returned the state {sorted(new_state)}, not {sorted(state)}")
-    update, results = (
-        trace.operations(names),
-        [trace.operand(value) for value in (new_param, *map(new_state.get, states))],
-    )
-    read = {*results, *(operand for operation in update for operand in operation.operands)}
+    update = trace.operations(names)
+    results = {"param": trace.operand(new_param), **{name: trace.operand(new_state[name]) for name in states}}
+    read = {*results.values(), *(operand for operation in update for operand in operation.operands)}
     return KernelProgram(
         formula,
         hypers,
@@ -217,11 +215,11 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
         return assigned
 
     by_element = [operation for operation in program.update if operation.stacked]
-    by_member = [operation for operation in program.update if not operation.stacked]
     stacks = ("param", "grad", *program.states)
     elements = {*(f"x_{name}" for name in stacks), *(operation.name for operation in by_element)}
-    results = dict(zip(("param", *program.states), program.results, strict=True))
     fill = [
+        "void fill(int64_t members, int64_t stride, const double *columns, const float *advance,",
+        "          void *const *counts, void *records) {",
         *(f"{kind} *at_{name} = counts[{index}];" for index, (name, kind) in enumerate(numbers.items())),
         "for (int64_t b = 0; b < members; b++) {",
         *(f"const double h_{name} = columns[{index} * stride + b];" for index, name in enumerate(program.hypers)),
@@ -231,31 +229,21 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
         f"{real} *s = ({real} *)records + b * {len(program.scalars)};",
         *(f"s[{index}] = {scalar(operand)};" for index, operand in enumerate(program.scalars.values())),
         *(f"at_{name}[b] = {scalar(operand)};" for name, operand in program.new_numbers.items()),
-        "}",
+        "}\n}",
     ]
     row = [
+        "void row(int64_t n, void *const *at, const void *scalars) {",
         f"const {real} *s = scalars;",
         *(f"const {real} s_{name} = s[{index}];" for index, name in enumerate(program.scalars)),
-        *lines(by_member, element),
+        *lines((operation for operation in program.update if not operation.stacked), element),
         *(f"{real} *restrict at_{name} = at[{index}];" for index, name in enumerate(stacks)),
         "for (int64_t i = 0; i < n; i++) {",
         *(f"const {real} x_{name} = at_{name}[i];" for name in stacks),
         *lines(by_element, element),
-        *(f"at_{name}[i] = {element(operand)};" for name, operand in results.items()),
-        "}",
+        *(f"at_{name}[i] = {element(operand)};" for name, operand in program.results.items()),
+        "}\n}\n",
     ]
-    return "\n".join(
-        [
-            _OPERATORS,
-            "void fill(int64_t members, int64_t stride, const double *columns, const float *advance,",
-            "          void *const *counts, void *records) {",
-            *fill,
-            "}",
-            "void row(int64_t n, void *const *at, const void *scalars) {",
-            *row,
-            "}\n",
-        ]
-    )
+    return "\n".join([_OPERATORS, *fill, *row])
 
 
 def triton_source(program: KernelProgram) -> str:
@@ -272,7 +260,6 @@ def triton_source(program: KernelProgram) -> str:
         return lines
 
     count, states = len(program.scalars), program.states
-    results = dict(zip(("param", *states), program.results, strict=True))
     prepare = [
         "@triton.jit\ndef prepare(table, counts, scalars, members, ROWS: tl.constexpr):",
         *(f"h_{name} = of_members(table, members, {index}, ROWS)" for index, name in enumerate(program.hypers)),
@@ -297,7 +284,7 @@ def triton_source(program: KernelProgram) -> str:
         ),
         *(f"x_{name} = loaded(at_{name}, mask, dtype)" for name in ("param", "grad", *states)),
         *assigned(program.update, "dtype"),
-        *(f"tl.store(at_{name}, {text(operand)}, mask)" for name, operand in results.items()),
+        *(f"tl.store(at_{name}, {text(operand)}, mask)" for name, operand in program.results.items()),
     ]
     # Where other numbers than counts are in the state, the host computes the scalars.
     functions = [update] if program.new_numbers else [prepare, update]

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
 
 
-# For each new row the former row of its member; None for a member that begins.
-Sources = Sequence[int | None]
-
-
 def made_for_rows(make: Callable[[Any], Any], params: Sequence[Any], rows: Sequence[int], members: int) -> Any:
     """Call ``make(params)`` as for an array of ``members`` members, for an array of only those in ``rows``.
 
@@ -73,7 +69,9 @@ def width(optimizer: Any) -> int:
 
 
 @torch.no_grad()
-def rearrange(optimizer: Any, sources: Sources, new_hypers: Mapping[str, Any], *, restart: bool = False) -> None:
+def rearrange(
+    optimizer: Any, sources: Sequence[int | None], new_hypers: Mapping[str, Any], *, restart: bool = False
+) -> None:
     """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``new_hypers``.
 
     Args:
@@ -172,7 +170,7 @@ def begin_rows(
 ) -> None:
     """Set ``rows`` of the entries ``names`` of a parameter's state to what they are before the first step."""
     _, columns = read(group, optimizer.hypers, width(optimizer))
-    values, options = named("Values", tuple(hyper.field for hyper in optimizer.hypers)), optimizer._options(group)
+    values, options = named("Values", tuple(hyper.name for hyper in optimizer.hypers)), optimizer._options(group)
     begins = [optimizer.begin(values._make(column[row] for column in columns), options) for row in rows]
     for name in names:
         # Values of a complex stack are those of the imaginary part, too.

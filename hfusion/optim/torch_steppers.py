@@ -141,7 +141,7 @@ class MemberLoop(Stepper):
     def __init__(self, tensors: StepTensors) -> None:
         assert tensors.formula.torch_class is not None
         self._class: type[Optimizer] = tensors.formula.torch_class
-        self._formula, self._names, self._numbers = tensors.formula, tensors.names, tensors.numbers
+        self._step = tensors
         self._parameter_tensors = list(zip(*tensors.stacks, strict=True))
         dtype = str(tensors.stacks[0][0].dtype).removeprefix("torch.")
         self.unrecordable = (
@@ -153,39 +153,36 @@ class MemberLoop(Stepper):
         self._settings = settings
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        for member in range(len(self._parameter_tensors[0][0])):
-            self._update(member, grads, self._settings)
+        settings, formula = self._settings, self._step.formula
+        for member, buffers in zip(range(len(self._parameter_tensors[0][0])), settings.buffers, strict=False):
+            options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
+            for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
+                options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
+            # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
+            optimizer = self._class([torch.zeros(1, 1, device="cpu")], **options)
+            early = bool(optimizer.state)
+            optimizer.state.clear()
+            params, states = [], []
+            for index, (stack, *state_stacks) in enumerate(self._parameter_tensors):
+                params.append(param := stack.detach()[member])
+                param.grad = grads[index][member]
+                rows = {name: state[member] for name, state in zip(self._step.names, state_stacks, strict=True)}
+                numbers = {name: vectors[index][member] for name, vectors in self._step.numbers.items()}
+                states.append((rows, numbers))
+                if numbers and (early or numbers["step"] > 0):
+                    optimizer.state[param] |= {name: rows[name] for name in buffers}
+                    optimizer.state[param] |= {name: number.clone() for name, number in numbers.items()}
+            optimizer.param_groups[0]["params"] = params
+            # Step hooks must not run here, since this is only a part of a step.
+            unwrap(self._class.step)(optimizer)
+            for param, (rows, numbers) in zip(params, states, strict=True):
+                state = optimizer.state[param]
+                for name in buffers:
+                    if state[name] is not rows[name]:
+                        rows[name].copy_(state[name])
+                for name, number in numbers.items():
+                    number.copy_(number + settings.advance[member] if name == "step" else state[name])
         return None
-
-    def _update(self, member: int, grads: Sequence[Tensor], settings: Settings) -> None:
-        options: dict[str, Any] = {name: getattr(settings.options, name) for name in self._formula.options}
-        for hyper, value in zip(self._formula.hypers, settings.members[member], strict=True):
-            options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
-        # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
-        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **options)
-        early = bool(optimizer.state)
-        optimizer.state.clear()
-        params, states = [], []
-        for index, (stack, *state_stacks) in enumerate(self._parameter_tensors):
-            param = stack.detach()[member]
-            param.grad = grads[index][member]
-            rows = {name: state[member] for name, state in zip(self._names, state_stacks, strict=True)}
-            numbers = {name: vectors[index][member] for name, vectors in self._numbers.items()}
-            if numbers and (early or numbers["step"] > 0):
-                used = {name: rows[name] for name in settings.buffers[member]}
-                optimizer.state[param] |= used | {name: number.clone() for name, number in numbers.items()}
-            params.append(param)
-            states.append((rows, numbers))
-        optimizer.param_groups[0]["params"] = params
-        # Step hooks must not run here, since this is only a part of a step.
-        unwrap(self._class.step)(optimizer)
-        for param, (rows, numbers) in zip(params, states, strict=True):
-            state = optimizer.state[param]
-            for name in settings.buffers[member]:
-                if state[name] is not rows[name]:
-                    rows[name].copy_(state[name])
-            for name, number in numbers.items():
-                number.copy_(number + settings.advance[member] if name == "step" else state[name])
 
 
 class MasterStepper(Stepper):
