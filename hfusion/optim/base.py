@@ -9,7 +9,7 @@ of less than 32 bits, torch's own class runs on the members' rows (``torch_stepp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import starmap
@@ -173,6 +173,7 @@ class FusedOptimizer(Formula, Optimizer):
         # Members for which a parameter that has a gradient was not used, and so would have none alone.
         absent = [(p, absent_rows(p.grad)) for p in self._params() if p.grad is not None] if any_absent() else []
         skipped: SkippedRows = {param: rows.reshape(-1) for param, rows in absent if rows is not None}
+        resting = self._held
         # A torch.amp.GradScaler has these for the time of a step.
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             grads = [(p.grad.detach(), membership_of(p)) for p in self._params() if p.grad is not None]
@@ -189,10 +190,13 @@ class FusedOptimizer(Formula, Optimizer):
                         "members they belong to are unknown; clip with hf.optim.clip_grad_norm_, or change the "
                         "gradients before scaler.unscale_"
                     )
-                skip(skipped, self._with_gradients(), overflown)
+                resting = overflown if resting is None else resting | overflown
             work = self._work()
-        if self._held is not None:
-            skip(skipped, self._with_gradients(), self._held)
+        if resting is not None:
+            for param in [param for param in self._params() if param.grad is not None]:
+                # What members share is skipped if all of them rest.
+                unstepped = resting if membership_of(param).stacked else resting.all().reshape(1)
+                skipped[param] = skipped[param] | unstepped if param in skipped else unstepped
         with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
             if self._recording is not None:
                 self._recording.step(work)
@@ -207,9 +211,6 @@ class FusedOptimizer(Formula, Optimizer):
             work = self._prepared.work(self)
             assert work is not None
         return work
-
-    def _with_gradients(self) -> list[Tensor]:
-        return [param for param in self._params() if param.grad is not None]
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -504,13 +505,6 @@ def _observed(optimizer: Optimizer) -> bool:
 
 SkippedRows = dict[Tensor, Tensor]
 """For each parameter the members that do not step: bool ``[B]``, or ``[1]`` for a parameter that all members share."""
-
-
-def skip(skipped: SkippedRows, params: Iterable[Tensor], members: Tensor) -> None:
-    """Let ``members``, bool ``[B]``, skip ``params``, too. One that members share is skipped if all of them do."""
-    for param in params:
-        rows = members if membership_of(param).stacked else members.all().reshape(1)
-        skipped[param] = skipped[param] | rows if param in skipped else rows
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hfusion.optim.hyper import MASTER_WEIGHTS, Hyper
+
+New: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
+"""The parameter and its state after a step."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,7 @@ class Formula:
         return {**h._asdict(), "step": n.step}
 
     @staticmethod
-    def update(
-        param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
         """Return the new values of ``param`` and of every tensor in ``state``.
 
         Tensors are stacks ``[B, ...]`` of float32 or float64 numbers, and not written. ``state`` has the stacks that

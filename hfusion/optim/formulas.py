@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.formula import add, addcdiv, addcmul, ascent, decayed, for_all, per_member
+from hfusion.optim.formula import New, add, addcdiv, addcmul, ascent, decayed, for_all, per_member
 from hfusion.optim.hyper import HyperValue
-
-New: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
-"""The parameter and its state after a step."""
 
 
 def _complements(h: Any) -> dict[str, Any]:
@@ -477,9 +474,7 @@ class Muon(FusedOptimizer):
         return {**h._asdict(), "shrink": 1 - h.lr * h.weight_decay, "fresh": 1 - h.momentum}
 
     @staticmethod
-    def update(
-        param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
         mean = torch.lerp(state["momentum_buffer"], grad, s.fresh)
         step = torch.lerp(grad, mean, s.momentum) if o.nesterov else mean
         step = _orthogonalised(step, s.eps, o.ns_coefficients, o.ns_steps)

@@ -88,9 +88,8 @@ class TritonStepper(Stepper):
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
         self._device_counts = self._counted.write_changed(torch.zeros(len(sizes), self._members, device="cpu"))
-        arithmetic = torch.promote_types(self._dtype, torch.float32)
         shape = len(sizes), len(program.scalars), self._members
-        self._scalars = DeviceNumbers(self._device, arithmetic)
+        self._scalars = DeviceNumbers(self._device, torch.promote_types(self._dtype, torch.float32))
         self._device_scalars = self._scalars.write(torch.zeros(shape, device="cpu"))
         self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
         self._params = self._at(tuple(tensor.data_ptr() for stack in stacks for tensor in stack))
@@ -116,7 +115,6 @@ class TritonStepper(Stepper):
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step, which also counts on the device; return what must stay alive while it may be replayed."""
-        grad_addresses = self._grads
         # Triton launches on the current device. As in C, every operation rounds.
         with backend(self._device).current():
             if self._prepare is not None:
@@ -124,10 +122,10 @@ class TritonStepper(Stepper):
                 self._prepare[self._scalars_grid](
                     *read, self._device_scalars, self._members, ROWS=library().ROWS, enable_fp_fusion=False
                 )
-            arguments = (self._members, self._params.tensor, grad_addresses.tensor, self._device_scalars)
-            wide, tensors = self._params.wide and grad_addresses.wide, len(self._tables.sizes)
+            arguments = (self._members, self._params.tensor, self._grads.tensor, self._device_scalars)
+            wide, tensors = self._params.wide and self._grads.wide, len(self._tables.sizes)
             self._tables.launch(self._kernel, wide, tensors, *arguments, **self._constants)
-        return grad_addresses, self._params
+        return self._grads, self._params
 
 
 class Addresses(NamedTuple):

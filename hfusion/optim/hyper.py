@@ -227,9 +227,8 @@ class Settings:
     @cached_property
     def advance(self) -> Tensor:
         """The increments of the step counts: float32 ``[B]``, 1 for members whose steps are counted, else 0."""
-        return torch.tensor(
-            [float(self.counted or bool(names)) for names in self.buffers], dtype=torch.float32, device="cpu"
-        )
+        counts = [float(self.counted or bool(names)) for names in self.buffers]
+        return torch.tensor(counts, dtype=torch.float32, device="cpu")
 
     @cached_property
     def table(self) -> Tensor:

@@ -52,11 +52,8 @@ class MemberSchedule:
         self.stand_in = Optimizer([{"params": [torch.zeros((), device="cpu")]} for _ in range(groups)], dict(defaults))
         self.scheduler: Any = None
 
-    def __copy__(self) -> MemberSchedule:
-        function, arguments = self.__reduce__()
-        return function(*arguments)  # type: ignore[no-any-return]
-
     def __reduce__(self) -> Any:
+        # By copy.copy, too.
         kept = [{key: value for key, value in group.items() if key != "params"} for group in self.stand_in.param_groups]
         return _restored, (self.make, dict(self.stand_in.defaults), kept, self.state())
 

@@ -139,12 +139,13 @@ class FiniteCheck:
         """
         if len(tensors) != self._count or not self._guards.check(*tensors):
             dtype = tensors[0].dtype
-            # The memory of a subclass is not where its data_ptr says.
-            plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors)
-            if not plain or dtype not in native.TYPES or isinstance(library(), str):
+            if dtype not in native.TYPES or isinstance(library(), str):
                 return None
-            if not all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
-                return None
+            for tensor in tensors:
+                # The memory of a subclass is not where its data_ptr says.
+                plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+                if not (plain and tensor.is_cpu and tensor.dtype == dtype):
+                    return None
             self._count, self._guards = len(tensors), tensor_guards(tensors)
             self._sizes = array("q", list(map(Tensor.numel, tensors)))
             self._kernel = _function(f"finite_{native.TYPES[dtype]}", 3)

@@ -203,12 +203,9 @@ class MasterStepper(Stepper):
         # At the same addresses in every step, which recorded launches read.
         self._gradients = [torch.empty_like(master) for master in masters]
 
-    @property
-    def key(self) -> Hashable:  # type: ignore[override]
-        return self._inner.key
-
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         self._inner.ready(self._gradients, settings)
+        self.key = self._inner.key
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         torch._foreach_copy_(self._gradients, list(grads))
