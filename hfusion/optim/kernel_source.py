@@ -35,7 +35,7 @@ _ALIASES = {"truediv": "div", "to": "cast_like", "double": "to_double"}
 # Their results have no more bits than their operands.
 _EXACT = ("abs", "sign", "maximum", "minimum", "where")
 _DIVIDING = ("div", "addcdiv", "rsqrt")
-_OPERATORS = Path(__file__).with_name("operators.h").read_text()
+_OPERATORS = Path(__file__).with_name("operators.h")
 
 
 class Operation(NamedTuple):
@@ -243,7 +243,7 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
         *(f"at_{name}[i] = {element(operand)};" for name, operand in program.results.items()),
         "}\n}\n",
     ]
-    return "\n".join([_OPERATORS, *fill, *row])
+    return "\n".join([_OPERATORS.read_text(), *fill, *row])
 
 
 def triton_source(program: KernelProgram) -> str:
