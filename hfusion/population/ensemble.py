@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,8 +25,8 @@ from hfusion.population.population import Population
 from hfusion.population.training_group import copied_member
 from hfusion.population.weights import check_member_weights
 
-_Group = tuple[nn.Module, Sequence[int | None], Callable[[int], nn.Module]]
-"""An array or a plain model; the row of the population of each member, None for a free row; and how to copy one."""
+_Group = tuple[nn.Module, Sequence[int | None]]
+"""An array or a plain model, and the row of the population of each member, None for a free row."""
 
 
 class JoinedMembers(nn.Module):
@@ -126,7 +125,7 @@ class Ensemble(nn.Module):
     ) -> None:
         super().__init__()
         groups, members = _groups(models)
-        live = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
+        live = sorted(row for _, of_group in groups for row in of_group if row is not None)
         rows, values = live, None
         if weights is not None:
             values = check_member_weights(weights, members, f"of {members} members")
@@ -171,9 +170,9 @@ class Ensemble(nn.Module):
 def _groups(models: Any) -> tuple[list[_Group], int]:
     """The arrays and plain models with the rows of their members, and the number of rows."""
     if isinstance(models, Population):
-        return [(group.fused, group.rows, group.copied) for group in models._groups], len(models)
+        return [(group.fused, group.rows) for group in models._groups], len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
-    return [(fused, range(len(fused)), partial(copied_member, fused))], len(fused)
+    return [(fused, range(len(fused)))], len(fused)
 
 
 def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedModule | JoinedMembers:
@@ -184,10 +183,10 @@ def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedMod
     if not rows:
         raise ValueError("every row of the population is free: an ensemble has one member at least")
     chosen = set(rows)
-    is_whole = all(row in chosen for _, of_group, _ in groups for row in of_group)
+    is_whole = all(row in chosen for _, of_group in groups for row in of_group)
     modules: list[nn.Module] = []
     members: list[list[int]] = []
-    for module, of_group, copied in groups:
+    for module, of_group in groups:
         chosen_rows = [row for row in of_group if row is not None and row in chosen]
         if not chosen_rows:
             continue
@@ -195,7 +194,7 @@ def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedMod
         if is_whole:
             modules.append(module)
         else:
-            copies = [copied(of_group.index(row)) for row in chosen_rows]
+            copies = [copied_member(module, of_group.index(row)) for row in chosen_rows]
             modules.append(copies[0] if len(copies) == 1 else fuse(copies))
     if members == [list(rows)] and isinstance(modules[0], FusedModule):
         return modules[0]
@@ -284,7 +283,7 @@ def select(
     if mode not in ("min", "max"):
         raise ValueError(f'mode={mode!r}: it is "min" or "max"')
     groups, members = _groups(models)
-    rows = sorted(row for _, of_group, _ in groups for row in of_group if row is not None)
+    rows = sorted(row for _, of_group in groups for row in of_group if row is not None)
     joined, batches = _selected_members(groups, rows), []
     with torch.no_grad(), ExitStack() as modes:
         for array in joined.groups if isinstance(joined, JoinedMembers) else [joined]:

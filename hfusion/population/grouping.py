@@ -21,7 +21,7 @@ from hfusion.optim.lr_scheduler import one_for_each
 from hfusion.population.group_options import value_of
 from hfusion.population.members import EventKind, listed, new_names
 from hfusion.population.plain_group import group_of
-from hfusion.population.training_group import TrainingGroup, signature
+from hfusion.population.training_group import TrainingGroup, copied_member, signature
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -204,7 +204,7 @@ def copy_member_state(group: TrainingGroup, row: int) -> MemberState:
     """Return a copy of the member in ``row`` of a group, with its training state."""
     group.table.tag(row)
     group.settle()
-    return group.copied(row), {name: table.take([row]) for name, table in group.tables().items()}
+    return copied_member(group.fused, row), {name: table.take([row]) for name, table in group.tables().items()}
 
 
 def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTable]) -> None:

@@ -46,10 +46,6 @@ class PlainGroup(TrainingGroup):
 
     read = member
 
-    def copied(self, row: int) -> nn.Module:
-        # This works even if the user has changed the model to one that its optimizer does not fit.
-        return module_copy(self.fused, {id(p): p for p in self.fused.parameters() if _is_shared(p)})
-
     def __getstate__(self) -> dict[str, Any]:
         listed = {"_loss", "_tensors", "_named", "_all_named", "_buffers"}
         state = {name: value for name, value in super().__getstate__().items() if name not in listed}

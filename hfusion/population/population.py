@@ -38,7 +38,7 @@ from hfusion.population.member_workers import MemberWorkers
 from hfusion.population.members import Event, EventKind, History, Models, key_of, listed, new_names
 from hfusion.population.plain_group import group_of
 from hfusion.population.saving import gathered, load, load_run
-from hfusion.population.training_group import TrainingGroup
+from hfusion.population.training_group import TrainingGroup, copied_member
 from hfusion.population.weights import BestMembers, average
 from hfusion.torch_private.module_hooks import has_step_hooks
 
@@ -483,7 +483,7 @@ class Population:
         """
         single, rows = is_row(row), self._chosen(row)
         slots = [self._layout.slot_of(member_row) for member_row in rows]
-        models = [group.copied(local) for group, local in slots]
+        models = [copied_member(group.fused, local) for group, local in slots]
         for group, local in slots:
             group.table.note(local, EventKind.STOP)
             group.release([local])

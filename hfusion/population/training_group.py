@@ -23,7 +23,7 @@ from hfusion.core.calls import stacked, take_entries
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import is_per_member
+from hfusion.core.membership import is_per_member, membership
 from hfusion.core.row_indices import Widths
 from hfusion.device.backend import sent
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
@@ -187,10 +187,6 @@ class TrainingGroup:
     def read(self, row: int) -> nn.Module:
         """Return the member in a row as a module around its tensors, to read it."""
         return self.fused._member(row)
-
-    def copied(self, row: int) -> nn.Module:
-        """Return a copy of a member that shares the frozen parameters of all members."""
-        return copied_member(self.fused, row)
 
     def settle(self) -> None:
         """Apply what the user has done to members, or raise a FusionError for what does not fit the optimizer."""
@@ -545,12 +541,18 @@ def check_own(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def copied_member(fused: FusedModule, row: int) -> nn.Module:
-    """Return a copy of a member of an array that shares the frozen parameters of all members."""
-    view = fused._views.members.get(row)
-    model = fused._member(row) if view is None else view.model
-    per_member = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}
-    frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
+def copied_member(module: nn.Module, row: int) -> nn.Module:
+    """Return a copy of a member of an array, or of a plain group's model, that shares the frozen parameters of others.
+
+    A plain model may be one that its optimizer does not fit any more.
+    """
+    if not isinstance(module, FusedModule):
+        frozen, model = [p for p in module.parameters() if membership(p) is not None and not is_per_member(p)], module
+    else:
+        view = module._views.members.get(row)
+        model = module._member(row) if view is None else view.model
+        per_member = {name for name, parameter in module.named_parameters() if is_per_member(parameter)}
+        frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
     return module_copy(model, {id(parameter): parameter for parameter in frozen})
 
 

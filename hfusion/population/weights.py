@@ -14,10 +14,10 @@ from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import is_better, numbers
 from hfusion.core.row_indices import rows_of
 from hfusion.population.members import NO_BEST
+from hfusion.population.training_group import TrainingGroup, copied_member
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
-    from hfusion.population.training_group import TrainingGroup
 
 
 def member_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -150,7 +150,7 @@ class BestMembers:
                 tag = group.table.tag(local)
                 raise ValueError(f"{tag!r} in row {index} has no best weights: call pop.best.update(metrics) before")
             weights = {name: stack[local] for name, stack in group.best.of("weights").items()}
-            return _with_tensors(group.copied(local), weights)
+            return _with_tensors(copied_member(group.fused, local), weights)
 
 
 def _with_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
@@ -208,7 +208,7 @@ def average(population: Population, rows: Any, weights: Any, into: Any, optimize
     means = {name: _mean([members[row][name] for row in shares], [*shares.values()]) for name in members[rows[0]]}
     if targets is None:
         group, local = population._layout.slot_of(rows[0])
-        return _with_tensors(group.copied(local), means)
+        return _with_tensors(copied_member(group.fused, local), means)
     for row in targets:
         for name, tensor in members[row].items():
             tensor.copy_(means[name])
