@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from hfusion import optim
-from hfusion.capture.compare_models import check_alone
 from hfusion.core.membership import Membership, mark
-from hfusion.device.backend import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember
@@ -90,36 +88,12 @@ class Suggestion:
         return self.choices.matches(other.choices) and same_values(values, other_values)
 
 
-@dataclass(frozen=True, eq=False)
-class ModelMaker:
-    """Makes the models of trials, on a device."""
-
-    make_model: MakeModel
-    device: torch.device
-
-    def model(self, number: int, suggestion: Suggestion) -> nn.Module:
-        """Make a trial's model after ``torch.manual_seed(number)``. Raises FusionError if it cannot be fused."""
-        with draws_kept():
-            torch.manual_seed(number)
-            model = self.make_model(**suggestion.model_arguments)
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"make_model gave {type(model).__name__} for trial {number}: return an nn.Module")
-        if not any(param.requires_grad for param in model.parameters()):
-            raise ValueError(
-                f"make_model gave {type(model).__name__} for trial {number} without a parameter that requires grad: "
-                "there is nothing to train; leave requires_grad of some parameter True"
-            )
-        check_alone(0, model)
-        return model.to(self.device)
-
-
 @dataclass(eq=False)
 class SweepTrial:
     """A trial and its model.
 
     Attributes:
-        maker: None on the way to a worker.
-        made: the model, once it is made; None again when its worker has it.
+        model: the model; None before it is made, and when its worker has it.
         began: the round of its array in which it started.
         epochs: the number of epochs that it has trained.
         params: None, or its parameters after it became a copy of another trial.
@@ -128,20 +102,11 @@ class SweepTrial:
 
     number: int
     suggestion: Suggestion
-    maker: ModelMaker | None
-    made: nn.Module | None = None
+    model: Any
     began: int = 0
     epochs: int = 0
     params: dict[str, Any] | None = None
     origin: int | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, made on first access. Raises the same errors as `ModelMaker.model`."""
-        if self.made is None:
-            assert self.maker is not None
-            self.made = self.maker.model(self.number, self.suggestion)
-        return self.made
 
     @property
     def tag(self) -> str:
@@ -154,7 +119,7 @@ class SweepTrial:
 
 
 class Maker:
-    """Makes suggestions and models from trials. Raises ValueError if the optimizer is not from hf.optim.
+    """Makes suggestions from trials. Raises ValueError if the optimizer is not from hf.optim.
 
     Args:
         loader: the function that makes loaders, if there is one.
@@ -170,10 +135,8 @@ class Maker:
         loader: Callable[..., Any] | None,
         scheduler: MakeScheduler | None,
         defaults: Mapping[str, Any],
-        device: torch.device,
     ) -> None:
-        self._space, self.models = space, ModelMaker(make_model, device)
-        self._defaults, self._scheduler = defaults, scheduler
+        self._space, self._defaults, self._scheduler = space, defaults, scheduler
         functions = {(MAKE_MODEL, 0): make_model, (LOADER, 0): loader, (LOSS, 2): loss, (SCHEDULER, 1): scheduler}
         self._receivers = [Receiver.of_function(*key, taker) for key, taker in functions.items() if taker is not None]
         self._receivers.append(Receiver(SWEEP, "the sweep", SWEEP_NAMES))
@@ -190,18 +153,16 @@ class Maker:
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise ValueError(f"space gave {values!r} for trial {trial.number}: return a dict of keyword arguments")
         try:
-            return self._sorted(trial.number, values)
+            return self._sorted(values)
         except ValueError as error:
-            if str(error).startswith("trial "):
-                raise
             raise ValueError(f"trial {trial.number}: {error}") from error
 
-    def _sorted(self, number: int, values: Mapping[str, Any]) -> Suggestion:
+    def _sorted(self, values: Mapping[str, Any]) -> Suggestion:
         choice = values.get(f"{SWEEP}.{OPTIMIZER}", values.get(OPTIMIZER))
         kind: MakeOptimizer = self._defaults[OPTIMIZER] if choice is None else optimizer_of(choice)
         sample = sample_optimizer(kind)
         names = dict.fromkeys([*(hyper.key for hyper in sample.hypers), *sample.options])
-        routed = route(number, values, [Receiver(OPTIMIZER, type(sample).__name__, tuple(names)), *self._receivers])
+        routed = route(values, [Receiver(OPTIMIZER, type(sample).__name__, tuple(names)), *self._receivers])
         options = {key: value for key, value in routed[OPTIMIZER].items() if key in sample.options}
         hypers = {key: value for key, value in routed[OPTIMIZER].items() if key not in options}
         for hyper in sample.hypers:
@@ -279,17 +240,17 @@ class Receiver:
         others = any(p.kind is p.VAR_KEYWORD for p in parameters)
         return Receiver(prefix, f"{prefix}{signature}", tuple(p.name for p in named), signature, positional, others)
 
-    def check(self, number: int, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError if a call with these values would miss an argument or have an unexpected one."""
         if self.signature is None:
             return
         try:
             self.signature.bind(*[None] * self.positional, **values)
         except TypeError as error:
-            raise ValueError(f"trial {number}: space gives {dict(values)} to {self.label}, which {error}") from error
+            raise ValueError(f"space gives {dict(values)} to {self.label}, which {error}") from error
 
 
-def route(number: int, values: Mapping[str, Any], receivers: Sequence[Receiver]) -> dict[str, dict[str, Any]]:
+def route(values: Mapping[str, Any], receivers: Sequence[Receiver]) -> dict[str, dict[str, Any]]:
     """Return the values of a trial by the prefix of the function that takes them.
 
     A name that is no parameter of any function goes to ``make_model``, if that has ``**kwargs``.
@@ -300,29 +261,29 @@ def route(number: int, values: Mapping[str, Any], receivers: Sequence[Receiver])
     by_prefix = {receiver.prefix: receiver for receiver in receivers}
     routed: dict[str, dict[str, Any]] = {prefix: {} for prefix in (*by_prefix, LOADER, LOSS, SCHEDULER)}
     for key, value in values.items():
-        prefix, name = _address(number, key, by_prefix)
+        prefix, name = _address(key, by_prefix)
         if name in routed[prefix]:
-            raise ValueError(f'trial {number}: space gives {name!r} to {prefix} twice, once as "{prefix}.{name}"')
+            raise ValueError(f'space gives {name!r} to {prefix} twice, once as "{prefix}.{name}"')
         routed[prefix][name] = value
     for receiver in receivers:
-        receiver.check(number, routed[receiver.prefix])
+        receiver.check(routed[receiver.prefix])
     return routed
 
 
-def _address(number: int, key: str, receivers: Mapping[str, Receiver]) -> tuple[str, str]:
+def _address(key: str, receivers: Mapping[str, Receiver]) -> tuple[str, str]:
     """Return the prefix and the name of a key of the space."""
     prefix, dot, name = key.partition(".")
     if dot and prefix in receivers:
         receiver = receivers[prefix]
         if name not in receiver.names and receiver.signature is None and not receiver.takes_others:
-            raise ValueError(f"trial {number}: {receiver.label} takes no {name!r}; it takes {_listed(receiver.names)}")
+            raise ValueError(f"{receiver.label} takes no {name!r}; it takes {_listed(receiver.names)}")
         return prefix, name
     takers = [receiver for receiver in receivers.values() if key in receiver.names]
     if len(takers) > 1:
         labels = [receiver.label for receiver in takers]
         addresses = " or ".join(f'"{receiver.prefix}.{key}"' for receiver in takers)
         raise ValueError(
-            f"trial {number}: {', '.join(labels[:-1])} and {labels[-1]} {'both' if len(takers) == 2 else 'all'} take "
+            f"{', '.join(labels[:-1])} and {labels[-1]} {'both' if len(takers) == 2 else 'all'} take "
             f"{key!r}: let space give it as {addresses}, or give {'both' if len(takers) == 2 else 'several'}"
         )
     if takers:
@@ -331,7 +292,7 @@ def _address(number: int, key: str, receivers: Mapping[str, Receiver]) -> tuple[
         return MAKE_MODEL, key
     accepted = "; ".join(f"{receiver.label} takes {_listed(receiver.names)}" for receiver in receivers.values())
     hint = "" if LOADER in receivers else "; loader takes nothing, as it is no function: give loader(batch_size)"
-    raise ValueError(f"trial {number}: no function takes {key!r} that space gives: {accepted}{hint}")
+    raise ValueError(f"no function takes {key!r} that space gives: {accepted}{hint}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
-from hfusion.population.evaluation import number
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.sweep_folder import JOURNAL
 
@@ -161,8 +159,14 @@ def exhausted(study: Study) -> bool:
     """
     optuna = import_optuna()
     sampler = _base_sampler(study)
-    # Running trials are failed in this view.
-    view, stops = study_view(study, lambda trials: [*map(_ended, trials)]), list[bool]()
+
+    def ended(trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        trials = [copy.copy(trial) for trial in trials]
+        for trial in trials:
+            trial.state = optuna.trial.TrialState.FAIL if trial.state.name == "RUNNING" else trial.state
+        return trials
+
+    view, stops = study_view(study, ended), list[bool]()
     view.stop = lambda: stops.append(True)
     trials = view.get_trials(deepcopy=False)
     if not trials or any(trial.state == optuna.trial.TrialState.WAITING for trial in trials):
@@ -196,15 +200,6 @@ def study_view(study: Study, change: Callable[[list[FrozenTrial]], list[FrozenTr
     return view
 
 
-def _ended(trial: FrozenTrial) -> FrozenTrial:
-    states = import_optuna().trial.TrialState
-    if trial.state != states.RUNNING:
-        return trial
-    ended = copy.copy(trial)
-    ended.state = states.FAIL
-    return ended
-
-
 class Trials:
     """The trials of a sweep in a study.
 
@@ -232,17 +227,10 @@ class Trials:
         return self.study._stop_flag or exhausted(self.study)
 
     def ask(self) -> Trial:
-        """Return the next trial."""
-        self._seed_next_trial()
-        trial = self.study.ask()
-        self.asked_numbers.append(trial.number)
-        self.live[trial.number] = trial
-        return trial
+        """Return the next trial.
 
-    def _seed_next_trial(self) -> None:
-        """Seed the sampler's generators by the number of trials so far.
-
-        Trial k of a sweep then draws the same numbers, whether or not the sweep was killed and resumed before it.
+        The sampler's generators are seeded by the number of trials so far: trial k of a sweep draws the same numbers,
+        whether or not the sweep was killed and resumed before it.
         """
         # GPSampler starts from its last fit, which a resumed sweep does not have.
         for name in ("_gprs_cache_list", "_constraints_gprs_cache_list"):
@@ -255,6 +243,10 @@ class Trials:
                 generator.bit_generator.state = type(generator.bit_generator)(int(seed)).state
             else:
                 generator.seed(int(seed))
+        trial = self.study.ask()
+        self.asked_numbers.append(trial.number)
+        self.live[trial.number] = trial
+        return trial
 
     def resume(self, numbers: Iterable[int]) -> dict[int, Trial]:
         """Return the trials that were training or waiting in the save. Raises CheckpointError if one is missing."""
@@ -370,9 +362,6 @@ def generators_of(sampler: Any) -> Iterator[Any]:
             waiting.extend(reversed(vars(part).values()))
 
 
-# Several objectives: arguments that exclude them, and metrics that return their values.
-
-
 def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:
     """Raise ValueError if arguments that need one objective, or no metric, are used with several objectives."""
     if count == 1:
@@ -392,28 +381,3 @@ def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any,
             f"pbt ranks trials by one value, and there are {count} objectives: leave pbt out, or search with one "
             "direction"
         )
-
-
-def check_plateaus(count: int, kinds: Sequence[str]) -> None:
-    """Raise ValueError for a scheduler that watches one value after an epoch, if there are several objectives."""
-    if count > 1 and "ReduceLROnPlateau" in kinds:
-        raise ValueError(
-            f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
-            'scheduler_interval="step", where it watches the loss'
-        )
-
-
-def metric_values(count: int, values: Any) -> tuple[float, ...]:
-    """Return what a metric returned for one member as floats. Raises ValueError if there are not ``count`` of them."""
-    if count == 1:
-        return (number(values),)
-    if isinstance(values, Tensor | np.ndarray):
-        values = [values] if not values.ndim else [*values]
-    if not isinstance(values, tuple | list):
-        values = [values]
-    if len(values) != count:
-        raise ValueError(
-            f"the metric returned {len(values)} value{'s' * (len(values) != 1)} for one member, and the study has "
-            f"{count} objectives: return one for each direction, in their order"
-        )
-    return tuple(map(number, values))

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +18,7 @@ from hfusion.cluster.messages import DeviceInfo, Executor
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.core.step_arguments import Compile, check_compile, check_loss_function
-from hfusion.device.machine import Machine
+from hfusion.device.machine import Device, Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
 from hfusion.tune.loaders import Loaders
@@ -183,12 +182,19 @@ def sweep(
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     machine = _machine(machine)
     directory = resume_folder("sweep") if directory is None else directory
-    # Models are made on the CPU until it is known which processes train.
-    device = torch.device("cpu")
+    # On a machine with several devices, each has a process if there are two trials for it. With population based
+    # training the trials of a shape are on one. Otherwise this process trains, on the largest.
+    own: Device | None = None
+    if isinstance(machine, Machine):
+        count = len(machine.devices)
+        if count == 1 or processes in (0, 1) or pbt is not None or trials < 2 * count:
+            own = max(machine.devices, key=lambda device: device.memory)
+    # Models for other processes are compared on the CPU.
+    device = torch.device("cpu") if own is None else own.physical
     loaders, callbacks = Loaders(loader, seed), list(callbacks)
     every_step = scheduler_interval == "step"
     defaults = {"optimizer": optimizer, "epochs": epochs, "clip_norm": clip_norm, "accumulate": accumulate}
-    maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults, device)
+    maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults)
     with ExitStack() as stack:
         folder = None
         if directory is not None:
@@ -209,27 +215,34 @@ def sweep(
             concurrent = partial(concurrent_trials, opened_study, trials)
         catch = catch if isinstance(catch, tuple) else (catch,)
         extent = Extent(trials, epochs, seed, catch, pbt, deadline, concurrent, rounds == "asynchronous")
-        recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
+        recipe = SweepRecipe(
+            make_model, loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives
+        )
         stack.enter_context(listening(opened_study))
         sweep_trials = Trials(opened_study, body.get("asked", ()), body.get("base"), callbacks)
-        workers, recipe = _workers(machine, recipe, maker, extent, processes, stack)
+        forks = min(cores(), trials // 2) if processes is None else processes
+        executor = _executor(machine, own, recipe, forks)
+        stack.callback(executor.close)
+        failures = 3 if isinstance(machine, Machine) else machine._max_failures
+        workers = SweepWorkers(executor, recipe, failures)
         bar = None
         if progress:
-            # tqdm is a dependency of Optuna.
+            # A dependency of Optuna.
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
             bar = stack.enter_context(tqdm(total=trials))
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
         runner = SweepRunner(sweep_trials, maker, recipe, extent, workers, folder, bar, log)
-        workers.choose_device, workers.lost = runner.take_over, runner.lost
+        workers.lost = runner.lost
         if saved is not None:
             runner.resume(*saved)
         runner.save()
         try:
             runner.run()
         except BaseException:
-            if folder is None:
-                runner.fail_unfinished()
+            # Without a folder the sweep cannot be resumed.
+            for number in list(sweep_trials.live) if folder is None else ():
+                sweep_trials.end(number, sweep_trials.states.FAIL)
             raise
         return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best_models, len(workers.devices))
 
@@ -287,36 +300,16 @@ def _check_same(body: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             )
 
 
-def _workers(
-    machine: Machine | Cluster,
-    recipe: SweepRecipe,
-    maker: Maker,
-    extent: Extent,
-    processes: int | None,
-    stack: ExitStack,
-) -> tuple[SweepWorkers, SweepRecipe]:
-    """Return the workers, closed by ``stack``, and their recipe.
+def _executor(
+    machine: Machine | Cluster, own: Device | None, recipe: SweepRecipe, forks: int
+) -> Executor | LocalExecutor:
+    """Return what trains: this process on the device ``own`` and its ``forks``, or a process for each device."""
+    if not isinstance(machine, Machine):
+        return machine._open()
+    if own is not None:
+        info = DeviceInfo(own.name, own.physical, own.memory, machine.calibrate()[own.name])
+        return LocalExecutor(info, recipe, forks)
+    # Imported late: a sweep in one process does not need clusters.
+    from hfusion.cluster.process_executor import ProcessExecutor
 
-    If this process trains, ``maker`` makes models on its device from now on. On a machine with several devices, each
-    has a process if there are two trials for it. With population based training the trials of a shape are on one.
-    """
-    failures = 3
-    if isinstance(machine, Machine):
-        count = len(machine.devices)
-        if count == 1 or processes in (0, 1) or extent.pbt is not None or extent.trials < 2 * count:
-            largest = max(machine.devices, key=lambda device: device.memory)
-            info = DeviceInfo(largest.name, largest.physical, largest.memory, machine.calibrate()[largest.name])
-            recipe = replace(recipe, device=largest.physical)
-            maker.models = replace(maker.models, device=largest.physical)
-            forks = min(cores(), extent.trials // 2) if processes is None else processes
-            local = LocalExecutor(info, recipe, maker.models, forks)
-            stack.callback(local.close)
-            return SweepWorkers(local, recipe, maker.models), recipe
-        # Imported late: a sweep in one process does not need clusters.
-        from hfusion.cluster.process_executor import ProcessExecutor
-
-        executor: Executor = ProcessExecutor(machine)
-    else:
-        executor, failures = machine._open(), machine._max_failures
-    stack.callback(executor.close)
-    return SweepWorkers(executor, recipe, maker.models, failures), recipe
+    return ProcessExecutor(machine)

@@ -84,14 +84,6 @@ class SweepFolder:
             if path.name not in named:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def of_array(self, name: str) -> Path:
-        """Return the absolute path of the folder of an array's saves."""
-        return self.root.absolute() / ARRAYS / name
-
-    def relative_path(self, save: Path) -> str:
-        """Return the path of a save relative to the folder, so that the folder can be moved."""
-        return os.fspath(save.relative_to(self.root.absolute()))
-
 
 def _close_in_fork() -> None:
     for folder in list(_open):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.tune.space import Maker, Suggestion, SweepTrial, check_choices
 from hfusion.tune.study import COPIES, ROUND, Trials, numbered
-from hfusion.tune.sweep_folder import SweepFolder
+from hfusion.tune.sweep_folder import ARRAYS, SweepFolder
 from hfusion.tune.sweep_workers import SweepWorkers
 from hfusion.tune.trial_placement import Extent, Shape, ShapeArray, TrialPlacement
 from hfusion.tune.trial_rows import SweepRecipe
@@ -116,14 +117,10 @@ class SweepRunner:
             starting = [array for worker, array in by_worker.items() if worker not in busy]
         for array in starting:
             array.training = True
-            self._workers.send(array.name, *self._epoch(array))
-
-    def _epoch(self, array: ShapeArray) -> tuple[Any, ...]:
-        """Return the call that trains an array in its next round."""
-        assert array.round is not None
-        # With several objectives, only the values after the last epoch are reported.
-        evaluates = self._recipe.objectives == 1 or any(slot.is_last for slot in array.slots.values())
-        return "epoch", self._extent.seed + array.round, evaluates
+            assert array.round is not None
+            # With several objectives, only the values after the last epoch are reported.
+            evaluates = self._recipe.objectives == 1 or any(slot.is_last for slot in array.slots.values())
+            self._workers.send(array.name, "epoch", self._extent.seed + array.round, evaluates)
 
     def _report(self, arrays: Sequence[ShapeArray]) -> None:
         """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""
@@ -153,15 +150,14 @@ class SweepRunner:
         for slot in array.slots.values():
             self._note(array, slot, event, **values)
 
-    def lost(self, name: str, reason: str) -> None:
-        """Log that the process of an array was lost. The array will be restored."""
-        self._note_all(self.placement.named(name), "lost", error=reason)
-
-    def take_over(self, name: str) -> int:
-        """Return the device that takes over a lost array. Raises DeviceLost if none has room for it."""
-        device = self.placement.moved(name)
-        self._note_all(self.placement.named(name), "moved")
-        return device
+    def lost(self, name: str, reason: str, can_stay: bool) -> int:
+        """Return the device on which an array goes on whose process was lost. Raises DeviceLost if none has room."""
+        array = next(array for array in self.placement.arrays if array.name == name)
+        self._note_all(array, "lost", error=reason)
+        if not can_stay:
+            self.placement.move(array)
+            self._note_all(array, "moved")
+        return array.device
 
     def _leave(self, array: ShapeArray, slot: SweepTrial, *, completed: bool) -> None:
         """Free the row of a trial. Keep its model if it is among the best trials."""
@@ -170,7 +166,7 @@ class SweepRunner:
             model = self._workers.leave(array.name, slot)
             self.best_models = {n: other for n, other in self.best_models.items() if n in best} | {slot.number: model}
         elif not array.plain:
-            self._workers.send(array.name, "discard", slot.tag)
+            self._workers.send(array.name, "leave", slot.tag)
 
     def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
         """Apply population based training to the remaining trials of an array, after their reports."""
@@ -224,9 +220,9 @@ class SweepRunner:
             self._waiting = None
         for array in self.placement.open():
             new = array.assign_slots(self._round)
-            self._workers.join(array.name, array.device, new, self.placement.plain_seconds(array))
+            self._workers.join(array, new)
             for trial in new:
-                trial.made = None
+                trial.model = None
                 self.trials.live[trial.number].set_user_attr(ROUND, trial.began)
                 self._note(array, trial, "started")
         self.placement.drop_empty()
@@ -257,29 +253,21 @@ class SweepRunner:
         suggestion = self._maker.suggestion(trial)
         if self._folder is not None:
             check_choices(trial)
-        candidate = SweepTrial(trial.number, suggestion, self._maker.models)
-        # Errors of make_model are raised here.
-        _ = candidate.model
+        candidate = SweepTrial(trial.number, suggestion, self._recipe.model(trial.number, suggestion))
         shape = self.placement.shape(candidate)
         self.placement.check(shape, f"trial {candidate.number} with {trial.params}")
         return candidate, shape
-
-    def fail_unfinished(self) -> None:
-        """Mark all unfinished trials as failed, as a sweep without a folder must: it cannot be resumed."""
-        for number in list(self.trials.live):
-            self.trials.end(number, self.trials.states.FAIL)
 
     def save(self, *, ended: bool = False) -> None:
         """Save the state that a resumed sweep needs, with the size of the study."""
         if self._folder is None:
             return
         changed = [array for array in self.placement.arrays if not array.save]
-        saves = self._workers.save(
-            {array.name: self._folder.of_array(array.name) for array in changed},
-            {array.name: list(array.slots.values()) for array in changed},
-        )
+        root = self._folder.root.absolute()
+        saves = self._workers.save({array: root / ARRAYS / array.name for array in changed})
         for array in changed:
-            array.save = self._folder.relative_path(saves[array.name])
+            # Relative, so that the folder can be moved.
+            array.save = os.fspath(saves[array.name].relative_to(root))
         arrays = [
             {
                 "name": array.name,
@@ -327,15 +315,17 @@ class SweepRunner:
             for number, began, done, params, origin in record["seats"]:
                 # Trials that became a copy of another have values of their own.
                 suggestion = suggestions[number] if params is None else self._restore_suggestion(params, number)
-                slots.append(SweepTrial(number, suggestion, self._maker.models, None, began, done, params, origin))
+                slots.append(SweepTrial(number, suggestion, None, began, done, params, origin))
+            slots[0].model = self._recipe.model(slots[0].number, slots[0].suggestion)
             shape = self.placement.shape(slots[0])
             array = self.placement.restored(record["name"], shape, slots, record["first"], plain=record["plain"])
-            save, cost = (self._folder.root / record["save"]).absolute(), self.placement.plain_seconds(array)
-            self._workers.restore(array.name, array.device, save, slots, cost)
-            array.save, slots[0].made = record["save"], None
+            self._workers.restore(array, (self._folder.root / record["save"]).absolute())
+            array.save, slots[0].model = record["save"], None
             self._note_all(array, "resumed")
         if body["waiting"] is not None:
-            candidate = SweepTrial(body["waiting"], suggestions[body["waiting"]], self._maker.models)
+            suggestion = suggestions[body["waiting"]]
+            model = self._recipe.model(body["waiting"], suggestion)
+            candidate = SweepTrial(body["waiting"], suggestion, model)
             self._waiting = candidate, self.placement.shape(candidate)
         for number in body["best"]:
             self.best_models[number] = self._restore_best(number, tensors)
@@ -359,7 +349,7 @@ class SweepRunner:
         trial = numbered(self.trials.study, number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._restore_suggestion(copies[-1]["params"] if copies else trial.params, number)
-        model = self._maker.models.model(number, suggestion).cpu()
+        model = self._recipe.model(number, suggestion).cpu()
         try:
             state = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}
             model.load_state_dict({key.partition(".")[2]: value for key, value in state.items()})

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,19 +27,18 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Executor, Lost, pack, unpack
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import Failure, Parent, WorkerProcess, why_no_fork
-from hfusion.tune.space import ModelMaker, SweepTrial
+from hfusion.tune.space import SweepTrial
 from hfusion.tune.trial_rows import PlainTrial, SweepRecipe, TrialRows
 
 if TYPE_CHECKING:
     from hfusion.cluster.node import ArrayTrainer
+    from hfusion.tune.trial_placement import ShapeArray
 
 _log = logging.getLogger(__name__)
 
 # The name of a method of `TrialRows`, and its arguments.
 RowsCall: TypeAlias = tuple[str, tuple[Any, ...]]
 
-# The name of the recipe and the maker in errors.
-_PARCEL = "what the sweep trains with"
 _REMEDY = (
     "Call hf.sweep with fewer rows, or with processes=0. With a directory the same call goes on where the sweep was."
 )
@@ -51,29 +51,27 @@ _GLANCE = 0.1
 
 @dataclass
 class _TrialHost:
-    """The arrays of a worker by name, with what trains them. It gets members without their maker.
+    """The arrays of a worker by name, with what trains them.
 
     ``threads``: the number of threads of plain trials; None: those that torch has.
     """
 
     recipe: SweepRecipe
-    maker: ModelMaker
     stopping: Callable[[], bool]
     threads: int | None = None
     rows: dict[str, TrialRows] = field(default_factory=dict)
 
-    def call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
+    def call(self, name: str, call: RowsCall | bytes) -> Any:
         """Call a method of an array. ``join`` and ``restore`` create it; their last arguments say what."""
+        method, args = unpack(call) if isinstance(call, bytes) else call
         if method in ("join", "restore"):
             *others, plain, members = args
             members = pickle.loads(members) if isinstance(members, bytes) else members
             for member in members:
-                member.maker = self.maker
+                if member.model is None:
+                    member.model = self.recipe.model(member.number, member.suggestion)
             if name not in self.rows:
-                kind: type[TrialRows] = PlainTrial
-                if not plain:
-                    # Imported late: it imports the compiler, which a sweep of plain trials does not need.
-                    from hfusion.tune.array_rows import ArrayRows as kind
+                kind = PlainTrial if plain else TrialRows
                 self.rows[name] = kind(self.recipe, members[0].suggestion.choices, self.stopping)
             args = *others, members
         rows = self.rows[name]
@@ -86,7 +84,7 @@ class RowsJob:
     """The next job of a worker. It returns the result of the last call of each array.
 
     Attributes:
-        recipe_ref: the reference by which a process of a cluster gets the recipe and the maker.
+        recipe_ref: the reference by which a process of a cluster gets the recipe.
         calls: the calls of each array; pickled for a cluster.
         dropped: the names of arrays that have ended.
     """
@@ -98,26 +96,25 @@ class RowsJob:
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
         """Run in a process of a cluster. Models are returned as tensors: their class may be importable here alone."""
         if "host" not in trainer.call_state:
-            recipe, maker = unpack(part(self.recipe_ref))
-            device = trainer.device.physical
-            host = _TrialHost(replace(recipe, device=device), replace(maker, device=device), trainer.driver.is_gone)
-            trainer.call_state["host"] = host
-        return _as_tensors(self.answers(trainer.call_state["host"], unpack))
+            recipe = replace(unpack(part(self.recipe_ref)), device=trainer.device.physical)
+            trainer.call_state["host"] = _TrialHost(recipe, trainer.driver.is_gone)
+        return _as_tensors(self.answers(trainer.call_state["host"]))
 
-    def answers(self, host: _TrialHost, read: Callable[[Any], RowsCall] = lambda call: call) -> dict[str, Any]:
-        """Return the result of the last call of each array. ``read``: returns a call as it was before it was packed."""
-        arrays = [name for name in self.dropped if not isinstance(host.rows.get(name), PlainTrial | None)]
+    def answers(self, host: _TrialHost) -> dict[str, Any]:
+        """Return the result of the last call of each array."""
         for name in self.dropped:
-            host.rows.pop(name, None)
-        if arrays:
-            # They and their programs form reference cycles, which hold memory until Python collects garbage.
-            gc.collect()
-        return {name: [host.call(name, *read(call)) for call in calls][-1] for name, calls in self.calls.items()}
+            if type(host.rows.pop(name, None)) is TrialRows:
+                # It and its programs form reference cycles, which hold memory until Python collects garbage.
+                gc.collect()
+        return {name: [host.call(name, call) for call in calls][-1] for name, calls in self.calls.items()}
 
 
 def _as_tensors(results: dict[str, Any]) -> dict[str, Any]:
     """Return results with the tensors of models in place of these."""
-    return {name: dict(tensors(value)) if isinstance(value, nn.Module) else value for name, value in results.items()}
+    return {
+        name: {key: tensor.cpu() for key, tensor in tensors(value)} if isinstance(value, nn.Module) else value
+        for name, value in results.items()
+    }
 
 
 class LocalExecutor:
@@ -133,13 +130,13 @@ class LocalExecutor:
         side_by_side: the number of plain trials that are trained at the same time, if there are enough.
     """
 
-    def __init__(self, info: DeviceInfo, recipe: SweepRecipe, maker: ModelMaker, processes: int) -> None:
+    def __init__(self, info: DeviceInfo, recipe: SweepRecipe, processes: int) -> None:
         self.devices, self.side_by_side = [info], max(1, processes)
         if processes > 1 and (why := why_no_fork(recipe.device)):
             _log.info("plain trials are trained one after another in this process: %s", why)
             self.side_by_side = 1
         # Whether a trial stays here must not change the threads, which affect rounding.
-        self._host = _TrialHost(recipe, maker, lambda: False, 1 if self.side_by_side > 1 else None)
+        self._host = _TrialHost(recipe, lambda: False, 1 if self.side_by_side > 1 else None)
         self._forks: list[WorkerProcess] = []
         self._computing: dict[WorkerProcess, int] = {}
         self._job: RowsJob | None = None
@@ -152,11 +149,18 @@ class LocalExecutor:
         held = [tensor for _, tensor in tensors(member.model)]
         shared = any(tensor in self._seen for tensor in held)
         self._seen.update(dict.fromkeys(held, True))
-        try:
-            return None if shared else _packed([replace(member, maker=None)])
-        except Exception as error:
-            _log.info("%s stays in this process, as pickle fails: %s: %s", member.tag, type(error).__name__, error)
+        if shared:
             return None
+        failed = list[str]()
+        # A fork can import classes by name; cloudpickle, which may be absent, is for those that no module has.
+        for pickler in ("pickle", "cloudpickle"):
+            try:
+                data: bytes = import_module(pickler).dumps([member])
+                return data
+            except Exception as error:
+                failed.append(f"{type(error).__name__}: {error}")
+        _log.info("%s stays in this process, as pickle fails: %s", member.tag, failed[0])
+        return None
 
     def forks(self) -> range:
         """Return the indices of the forks, after starting them."""
@@ -196,19 +200,6 @@ def _serve(host: _TrialHost, parent: Parent) -> Callable[[RowsJob], Any]:
     return lambda job: _as_tensors(job.answers(own))
 
 
-def _packed(value: Any) -> bytes:
-    """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name."""
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        try:
-            import cloudpickle
-        except ImportError:
-            raise error from None
-        data: bytes = cloudpickle.dumps(value)
-        return data
-
-
 # What the driver asks of them.
 
 
@@ -217,13 +208,13 @@ class _SentCalls:
     """The calls of an array in a worker.
 
     Attributes:
-        cost: the estimated seconds of an epoch of a plain trial; None for an array.
+        cost: the estimated seconds of an epoch of a plain trial.
         done: how many of the calls the worker has completed.
         lost: how often the worker was lost.
     """
 
     worker: int
-    cost: float | None
+    cost: float
     calls: list[RowsCall | bytes] = field(default_factory=list)
     done: int = 0
     lost: int = 0
@@ -236,74 +227,59 @@ class SweepWorkers:
         max_failures: how many times the process of an array may be lost.
 
     Attributes:
-        choose_device: returns a new device for an array whose device is lost. Set by the owner.
-        lost: called with the name of each array whose process was lost, and the reason. Set by the owner.
+        lost: called with the name of an array whose process was lost, the reason, and whether its device has another
+            process. Returns the device on which the array goes on. Set by the owner.
     """
 
-    def __init__(
-        self, executor: Executor | LocalExecutor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int = 3
-    ) -> None:
+    def __init__(self, executor: Executor | LocalExecutor, recipe: SweepRecipe, max_failures: int = 3) -> None:
         self._executor: Any = executor
-        self._maker, self._max_failures = maker, max_failures
+        self._recipe, self._max_failures = recipe, max_failures
         self._local = isinstance(executor, LocalExecutor)
         self._recipe_ref = None
         if not isinstance(executor, LocalExecutor):
-            self._recipe_ref = executor.put(pack(_PARCEL, (recipe, maker), {}))
+            self._recipe_ref = executor.put(pack("what the sweep trains with", recipe, {}))
+        # The executor appends devices that join.
+        self.devices: Sequence[DeviceInfo] = executor.devices
+        # How many plain trials a device trains at the same time.
+        self.side_by_side = getattr(executor, "side_by_side", 1)
         self._sent: dict[str, _SentCalls] = {}
         self._dropped: dict[int, list[str]] = {}
         self.lost_devices: set[int] = set()
         # For each busy worker: its arrays, and how many calls of each will be done when it answers.
         self._running: dict[int, dict[str, int]] = {}
+        # The devices that are training. This process only trains while it waits.
+        self.busy: Collection[int] = () if self._local else self._running
         self._results: dict[str, Any] = {}
-        self.choose_device: Callable[[str], int] = lambda name: 0
-        self.lost: Callable[[str, str], None] = lambda name, reason: None
-
-    @property
-    def devices(self) -> Sequence[DeviceInfo]:
-        devices: Sequence[DeviceInfo] = self._executor.devices
-        return devices
-
-    @property
-    def side_by_side(self) -> int:
-        """Number of plain trials that a device trains at the same time."""
-        return self._executor.side_by_side if self._local else 1
-
-    @property
-    def busy(self) -> Collection[int]:
-        """Indices of devices that are training. This process only trains while it waits."""
-        return () if self._local else self._running
+        self.lost: Callable[[str, str, bool], int]
 
     def worker_of(self, name: str) -> int:
         """Return the worker of an array."""
         return self._sent[name].worker
 
-    def join(self, name: str, device: int, new: Sequence[SweepTrial], cost: float | None) -> None:
-        """Let trials join an array, which is created on a device if there is none.
+    def join(self, array: ShapeArray, new: Sequence[SweepTrial]) -> None:
+        """Let trials join an array, which is created on its device if there is none."""
+        self.send(array.name, "join", *self._placed(array, new))
 
-        ``cost``: the estimated seconds of an epoch of a single trial in plain torch; None for an array.
-        """
-        self.send(name, "join", *self._placed(name, device, new, cost))
+    def restore(self, array: ShapeArray, saved: Path) -> None:
+        """Restore an array from a save."""
+        self.ask({array.name: ("restore", (saved, *self._placed(array, list(array.slots.values()))))})
 
-    def restore(self, name: str, device: int, saved: Path, members: Sequence[SweepTrial], cost: float | None) -> None:
-        """Restore an array from a save. ``cost`` as in `join`."""
-        self.ask({name: ("restore", (saved, *self._placed(name, device, members, cost)))})
-
-    def _placed(self, name: str, device: int, members: Sequence[SweepTrial], cost: float | None) -> tuple[bool, Any]:
+    def _placed(self, array: ShapeArray, members: Sequence[SweepTrial]) -> tuple[bool, Any]:
         """Choose the worker of an array if it is new. Return whether it is plain, and its members for the worker.
 
         A cluster makes their models again.
         """
-        packed: Any = [replace(m, maker=None, made=m.made if self._local else None) for m in members]
-        if name not in self._sent:
-            worker = device
-            if cost is not None and self._local and (parcel := self._executor.parcel(members[0])) is not None:
+        packed: Any = [replace(m, model=m.model if self._local else None) for m in members]
+        if array.name not in self._sent:
+            worker = array.device
+            if array.plain and self._local and (parcel := self._executor.parcel(members[0])) is not None:
                 packed, loads = parcel, dict.fromkeys(self._executor.forks(), 0.0)
                 for sent in self._sent.values():
                     if sent.worker in loads:
-                        loads[sent.worker] += sent.cost or 0.0
+                        loads[sent.worker] += sent.cost
                 worker = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
-            self._sent[name] = _SentCalls(worker, cost)
-        return cost is not None, packed
+            self._sent[array.name] = _SentCalls(worker, array.cost)
+        return array.plain, packed
 
     def send(self, name: str, method: str, *args: Any) -> None:
         """Call a method without a result. The call is deferred until the next one whose result is needed."""
@@ -356,48 +332,43 @@ class SweepWorkers:
 
     def _lose(self, device: int, running: Collection[str], reason: str) -> None:
         """Schedule all calls of a lost device's arrays again, there or on other devices."""
-        if not self._executor.revive(device):
+        executor = self._executor
+        if not executor.revive(device):
             self.lost_devices.add(device)
-            self._wait_for_device(reason)
+            if len(self.lost_devices) == len(self.devices):
+                _log.warning("the trials wait for a device; lost was the last one: %s", reason)
+            end = time.monotonic() + executor.timeout
+            while len(self.lost_devices) == len(self.devices) and (executor.starting or time.monotonic() < end):
+                # All devices are lost: messages that still arrive are dropped.
+                executor.wait(_GLANCE)
         self._dropped.pop(device, None)
         for name, sent in self._sent.items():
             if sent.worker != device:
                 continue
             sent.done, sent.lost = 0, sent.lost + (name in running)
-            self.lost(name, reason)
+            sent.worker = self.lost(name, reason, device not in self.lost_devices)
             if sent.lost > self._max_failures:
                 raise DeviceLost(f"the device of {name} was lost {sent.lost} times: {reason}")
-            if device in self.lost_devices:
-                sent.worker = self.choose_device(name)
-
-    def _wait_for_device(self, reason: str) -> None:
-        """Wait until a device joins, if all are lost."""
-        executor, end = self._executor, time.monotonic() + self._executor.timeout
-        if len(self.lost_devices) == len(self.devices):
-            _log.warning("the trials wait for a device; lost was the last one: %s", reason)
-        while len(self.lost_devices) == len(self.devices) and (executor.starting or time.monotonic() < end):
-            # All devices are lost: messages that still arrive are dropped.
-            executor.wait(_GLANCE)
 
     @torch.no_grad()
     def leave(self, name: str, member: SweepTrial) -> nn.Module:
         """Free the row of a member, and return its model on the CPU."""
         found = self.ask({name: ("leave", (member.tag,))})[name]
         if isinstance(found, nn.Module):
-            return found
-        model = self._maker.model(member.number, member.suggestion).cpu()
+            return found.cpu()
+        model = self._recipe.model(member.number, member.suggestion).cpu()
         for key, tensor in tensors(model):
             tensor.copy_(found[key])
         return model
 
-    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[SweepTrial]]) -> dict[str, Path]:
-        """Save each array into its folder, and return the paths of the saves. ``members``: of each array."""
-        paths: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
-        for name, path in paths.items() if not self._local else ():
-            sent = self._sent[name]
+    def save(self, folders: Mapping[ShapeArray, Path]) -> dict[str, Path]:
+        """Save each array into its folder, and return the paths of the saves."""
+        paths: dict[str, Path] = self.ask({array.name: ("save", (folder,)) for array, folder in folders.items()})
+        for array in folders if not self._local else ():
+            sent = self._sent[array.name]
             # A process may have been lost after its save, while other arrays were saved.
             is_done, sent.calls = sent.done == len(sent.calls), []
-            self.send(name, "restore", path, *self._placed(name, sent.worker, members[name], sent.cost))
+            self.send(array.name, "restore", paths[array.name], *self._placed(array, list(array.slots.values())))
             sent.done = len(sent.calls) if is_done else 0
         return paths
 

@@ -105,7 +105,7 @@ class Shape:
         choices = first.suggestion.choices
         # How many tensors the optimizer holds for each parameter.
         stacks = sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks
-        model = copy.deepcopy(first.model).cpu()
+        model: nn.Module = copy.deepcopy(first.model).cpu()
         args, kwargs = call_arguments(inputs, {})
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -170,11 +170,12 @@ class Shape:
 class ShapeArray:
     """Trials of a shape on the device with index ``device``: an array, or one trial in plain torch.
 
-    Trials in ``joining`` wait for a row.
+    Trials in ``joining`` wait for a row. ``cost``: the estimated seconds of an epoch of a plain trial.
     """
 
     def __init__(self, name: str, shape: Shape, device: int, *, plain: bool = False) -> None:
         self.name, self.shape, self.device, self.plain = name, shape, device, plain
+        self.cost = 0.0
         self.slots: dict[str, SweepTrial] = {}
         self.joining: list[SweepTrial] = []
         # The number of rows with which it began; 0 before that.
@@ -296,29 +297,23 @@ class TrialPlacement:
         """Decide which waiting trials become arrays. Return what they join; plain trials last, the longest first."""
         plain: list[ShapeArray] = []
         for array in [array for array in self.arrays if not array.first and not array.plain]:
-            if self._is_array(array):
+            shape, device = array.shape, self._workers.devices[array.device]
+            if not shape.is_array:
+                epochs = [member.suggestion.epochs for member in array.joining]
+                saved = seconds_saved(epochs, self._waves, shape, device.rates, self._workers.side_by_side)
+                # Whether it fits is asked of a shape that is an array. Later trials of the shape then join it.
+                shape.is_array = saved > 0
+                shape.is_array &= self._fits(array.device, self._on(array.device))
+            if shape.is_array:
                 continue
             self.arrays.remove(array)
             for member in array.joining:
-                plain.append(ShapeArray(member.tag.replace(" ", "-"), array.shape, array.device, plain=True))
-                plain[-1].joining = [member]
-        self.arrays += sorted(plain, key=lambda array: (-self._epoch_seconds(array), array.joining[0].number))
+                trial = ShapeArray(member.tag.replace(" ", "-"), array.shape, array.device, plain=True)
+                trial.joining = [member]
+                trial.cost = self._epoch_seconds(trial)
+                plain.append(trial)
+        self.arrays += sorted(plain, key=lambda array: (-array.cost, array.joining[0].number))
         return [array for array in self.arrays if array.joining]
-
-    def plain_seconds(self, array: ShapeArray) -> float | None:
-        """Return the estimated seconds of an epoch of a plain trial; None for an array."""
-        return self._epoch_seconds(array) if array.plain else None
-
-    def _is_array(self, array: ShapeArray) -> bool:
-        """Return whether waiting trials become an array, by estimates. Later trials of their shape then do so, too."""
-        shape, device = array.shape, self._workers.devices[array.device]
-        if not shape.is_array:
-            epochs = [member.suggestion.epochs for member in array.joining]
-            saved = seconds_saved(epochs, self._waves, shape, device.rates, self._workers.side_by_side)
-            # Whether it fits is asked of a shape that is an array.
-            shape.is_array = saved > 0
-            shape.is_array = shape.is_array and self._fits(array.device, self._on(array.device))
-        return shape.is_array
 
     def restored(self, name: str, shape: Shape, slots: Sequence[SweepTrial], rows: int, *, plain: bool) -> ShapeArray:
         """Place a saved array on the device whose round ends first, among those with memory for it if there are any.
@@ -329,6 +324,7 @@ class TrialPlacement:
         array.slots, array.first = {slot.tag: slot for slot in slots}, rows
         device = self._device_for(array)
         array.device = array.device if device is None else device
+        array.cost = self._epoch_seconds(array)
         shape.is_array = shape.is_array or not plain
         self.arrays.append(array)
         return array
@@ -381,21 +377,15 @@ class TrialPlacement:
                 array.first = 0
         return False
 
-    def moved(self, name: str) -> int:
-        """Move an array of a lost device, and return its new device. Raises DeviceLost if none has room for it."""
-        array = self.named(name)
+    def move(self, array: ShapeArray) -> None:
+        """Move an array of a lost device to another. Raises DeviceLost if none has room for it."""
         if (device := self._device_for(array)) is None:
             live, count = len(self._live_devices), len(self._workers.devices)
             raise DeviceLost(
                 f"{count - live} of {count} devices are lost, and no other has room for the {len(array.slots)} trials "
-                f"of {name}: with a directory the same call goes on when there are more"
+                f"of {array.name}: with a directory the same call goes on when there are more"
             )
         array.device = device
-        return device
-
-    def named(self, name: str) -> ShapeArray:
-        """Return the array of this name."""
-        return next(array for array in self.arrays if array.name == name)
 
 
 def seconds_saved(epochs: Sequence[int], waves: float, shape: Shape, rates: Rates, side_by_side: int) -> float:

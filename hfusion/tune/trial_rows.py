@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hfusion.capture.compare_models import check_alone
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.calls import call_arguments
 from hfusion.core.membership import Membership, mark, unmark
 from hfusion.core.step_arguments import Compile, check_losses
-from hfusion.optim.lr_scheduler import PerMember
-from hfusion.population.evaluation import evaluating_model, member_metrics, with_row
+from hfusion.device.backend import draws_kept
+from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.population.evaluation import evaluate, evaluating_model, member_metrics, number, with_row
 from hfusion.tune.loaders import Loaders, batches_on, seeded
 from hfusion.tune.space import (
     ArrayChoices,
+    MakeModel,
+    MakeOptimizer,
     MakeScheduler,
+    Suggestion,
     SweepTrial,
     optimizer_with,
 )
-from hfusion.tune.study import check_plateaus, metric_values
 from hfusion.tune.sweep_folder import KEEP
 
 
@@ -42,6 +46,7 @@ class SweepRecipe:
         every_step: schedulers step after each update, not after each epoch.
     """
 
+    make_model: MakeModel
     loss: Callable[..., Any]
     loaders: Loaders
     eval_loader: Iterable[Any] | None
@@ -57,6 +62,21 @@ class SweepRecipe:
         """True if the value of a trial needs an evaluation, instead of its mean training loss."""
         return self.metric is not None or self.eval_loader is not None
 
+    def model(self, number: int, suggestion: Suggestion) -> nn.Module:
+        """Make a trial's model after ``torch.manual_seed(number)``. Raises FusionError if it cannot be fused."""
+        with draws_kept():
+            torch.manual_seed(number)
+            model = self.make_model(**suggestion.model_arguments)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"make_model gave {type(model).__name__} for trial {number}: return an nn.Module")
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ValueError(
+                f"make_model gave {type(model).__name__} for trial {number} without a parameter that requires grad: "
+                "there is nothing to train; leave requires_grad of some parameter True"
+            )
+        check_alone(0, model)
+        return model.to(self.device)
+
     def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:
         """Return the loader to evaluate an array on, after its name in errors."""
         if self.eval_loader is None:
@@ -64,10 +84,8 @@ class SweepRecipe:
         return "eval_loader", self.eval_loader
 
 
-class TrialRows(ABC):
-    """Trials that are trained together: those of an array, or a single one in plain torch.
-
-    Both also have the methods ``join``, ``leave``, ``save`` and ``restore``, which `SweepWorkers` calls by name.
+class TrialRows:
+    """Trials that are trained together, as members of a population.
 
     Args:
         stopping: returns whether to end an epoch immediately.
@@ -77,12 +95,102 @@ class TrialRows(ABC):
         self._recipe, self._stopping, self._choices = recipe, stopping, choices
         self._loader = recipe.loaders.loader(choices.loader)
         self._loss = partial(recipe.loss, **choices.loss) if choices.loss else recipe.loss
+        # No processes here: the sweep already distributes its arrays over processes.
+        self._options: dict[str, Any] = {
+            "processes": 0,
+            "loss": self._loss,
+            "compile": recipe.compile,
+            "accumulate": choices.accumulate,
+        }
+        # A `Population`, once trials have joined. It is imported late, with the compiler, as plain trials have none.
+        self.population: Any = None
+
+    def _make_optimizer(self, members: Sequence[SweepTrial]) -> MakeOptimizer:
+        hypers = [member.suggestion.hypers for member in members]
+        return optimizer_with(self._choices.optimizer, self._choices.options, hypers)
+
+    def _schedules(self, members: Sequence[SweepTrial]) -> list[Make] | None:
+        """Return a function for each member that makes its scheduler; None without schedulers."""
+        make = self._recipe.scheduler
+        return None if make is None else [partial(make, **member.suggestion.scheduler) for member in members]
+
+    def join(self, new: Sequence[SweepTrial]) -> None:
+        """Give a row to each new trial."""
+        models, tags, schedules = [member.model for member in new], [member.tag for member in new], self._schedules(new)
+        limits: dict[str, Any] = {}
+        if self._choices.clips:
+            limits["clip_norm"] = [member.suggestion.clip_norm for member in new]
+        if self.population is None:
+            from hfusion.population.population import Population
+
+            self.population = Population(
+                models, optimizer=self._make_optimizer(new), tags=tags, scheduler=schedules, **limits, **self._options
+            )
+        else:
+            rows = self.population.append(models, tag=tags, scheduler=schedules, **limits)
+            for member in new:
+                self._write(member.tag, member.suggestion.hypers)
+            if schedules is not None and self.population.scheduler is not None:
+                # Schedules begin from the rates that were just written.
+                self.population.scheduler.restart(rows, schedules)
+        self._check_schedules(self.population.scheduler)
+
+    def _write(self, tag: str, hypers: dict[str, Any]) -> None:
+        """Write hyper-parameters of a member."""
+        row, hparams = self.population.row(tag), self.population.hparams
+        for key, value in hypers.items():
+            vectors = hparams[key]
+            pairs = zip(vectors, value, strict=True) if isinstance(vectors, tuple) else [(vectors, value)]
+            for vector, hyper in pairs:
+                vector[row] = torch.as_tensor(hyper, dtype=torch.float64, device="cpu")
+
+    def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
+        """Copy members by pairs of tags ``(source, target)``; targets get the hyper-parameters of ``suggestions``."""
+        from hfusion.population.group_step import limit_norms
+
+        rows = [[self.population.row(pair[position]) for pair in pairs] for position in range(2)]
+        self.population.copy(*rows)
+        for (_, tag), suggestion in zip(pairs, suggestions, strict=True):
+            self._write(tag, suggestion.hypers)
+            if suggestion.clip_norm is not None:
+                limit_norms(self.population, [self.population.row(tag)], suggestion.clip_norm)
+
+    def leave(self, tag: str) -> nn.Module:
+        """Free the row of a member, and return its model."""
+        model: nn.Module = self.population.stop(self.population.row(tag))
+        return model
+
+    def save(self, folder: Path) -> Path:
+        """Save all trials, and return the path of the save."""
+        self.population.compact()
+        path: Path = self.population.save(folder, keep=KEEP).result()
+        return path
+
+    def restore(self, saved: Path, members: Sequence[SweepTrial]) -> None:
+        """Restore trials from a save."""
+        from hfusion.population.population import Population
+
+        by_tag = {member.tag: member for member in members}
+        schedules = self._schedules(members)
+        # The first member's values are placeholders that go with the options. Loading overwrites them.
+        self.population = Population.load(
+            saved,
+            lambda tag: by_tag[tag].model,
+            random=False,
+            optimizer=self._make_optimizer(members[:1]),
+            scheduler=None if schedules is None else dict(zip(by_tag, schedules, strict=True)),
+            clip_norm=members[0].suggestion.clip_norm,
+            **self._options,
+        )
 
     def epoch(self, seed: int, evaluates: bool = True) -> dict[str, tuple[float, ...]]:
         """Train all trials for an epoch under a seed, and return their values by tag; NaN for those that diverged.
 
         evaluates: False if no values are needed after this epoch; they are then empty.
         """
+        if self.population is not None:
+            # Trials have joined by now, so rows that are still free are not needed.
+            self.population.compact()
         recipe, losses = self._recipe, list[Tensor]()
         with seeded(self._loader, seed), torch.enable_grad():
             for inputs, target in batches_on("loader", self._loader, recipe.device):
@@ -108,41 +216,63 @@ class TrialRows(ABC):
         failed = (math.nan,) * recipe.objectives
         return {tag: failed if row in bad else values[row] if evaluates else () for row, tag in members.items()}
 
-    @property
-    def _convert(self) -> Callable[[Any], tuple[float, ...]]:
-        return partial(metric_values, self._recipe.objectives)
+    def _convert(self, values: Any) -> tuple[float, ...]:
+        """Return what a metric returned for one member as floats. Raises ValueError for a wrong number of them."""
+        count = self._recipe.objectives
+        if count == 1:
+            return (number(values),)
+        if isinstance(values, Tensor | np.ndarray):
+            values = [values] if not values.ndim else [*values]
+        if not isinstance(values, tuple | list):
+            values = [values]
+        if len(values) != count:
+            raise ValueError(
+                f"the metric returned {len(values)} value{'s' * (len(values) != 1)} for one member, and the study has "
+                f"{count} objectives: return one for each direction, in their order"
+            )
+        return tuple(map(number, values))
 
-    def _check_schedules(self, kinds: Sequence[str]) -> None:
-        """Raise ValueError for a scheduler that watches one value, if there are several objectives."""
-        if not self._recipe.every_step:
-            check_plateaus(self._recipe.objectives, kinds)
+    def _check_schedules(self, scheduler: Any) -> None:
+        """Raise ValueError for a scheduler that watches one value after an epoch, if there are several objectives."""
+        count = self._recipe.objectives
+        if count > 1 and not self._recipe.every_step and "ReduceLROnPlateau" in getattr(scheduler, "kinds", ()):
+            raise ValueError(
+                f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
+                'scheduler_interval="step", where it watches the loss'
+            )
 
-    @abstractmethod
     def _members(self) -> dict[int, str]:
         """Return the tags of the trials by row."""
+        return {row: tag for row, tag in enumerate(self.population.tags) if tag is not None}
 
-    @abstractmethod
     def _step(self, inputs: Any, target: Any) -> tuple[Tensor, bool]:
         """Train for one minibatch. Return losses ``[rows]``, and whether that made an update."""
+        updates = self.population.steps
+        losses = self.population.step(inputs, target)
+        return losses, self.population.steps > updates
 
-    @abstractmethod
     def _flush(self) -> bool:
         """Make the update of minibatches that are fewer than ``accumulate``; return whether there were any."""
+        from hfusion.population.group_step import flush
 
-    @abstractmethod
+        return flush(self.population)
+
     def _diverged(self, trained: Tensor) -> Collection[int]:
         """Return the rows whose losses, gradients or weights are not finite, and free the gradients of all.
 
         Nobody needs them until the next epoch. ``trained``: mean losses ``[rows]``.
         """
+        self.population.clear_gradients()
+        return set(self.population.frozen)
 
-    @abstractmethod
     def _schedule(self, values: Tensor) -> None:
         """Step the schedulers. ``values [rows]`` are for ReduceLROnPlateau."""
+        if self.population.scheduler is not None:
+            self.population.scheduler.step(metrics=values, rows=list(self._members()))
 
-    @abstractmethod
     def _measured(self, metric: Callable[..., Any], batches: Iterable[Any]) -> dict[int, tuple[float, ...]]:
         """Return the values of a metric in eval mode by row."""
+        return evaluate(self.population, metric, batches, self._convert)
 
 
 class PlainTrial(TrialRows):
@@ -151,27 +281,24 @@ class PlainTrial(TrialRows):
     def join(self, new: Sequence[SweepTrial]) -> None:
         """Begin with a trial."""
         (member,) = new
-        suggestion, choices = member.suggestion, self._choices
-        self._tag, self._model = member.tag, member.model
+        self._tag, self._model = member.tag, cast("nn.Module", member.model)
         for name, param in self._model.named_parameters():
             mark(param, Membership(name, 1, stacked=False, standalone=True))
-        make = optimizer_with(choices.optimizer, choices.options, [suggestion.hypers])
-        self._optimizer = make(list(self._model.parameters()))
-        self._clip = suggestion.clip_norm if choices.clips else None
-        schedule, self._scheduler = self._recipe.scheduler, None
-        if schedule is not None:
-            self._scheduler = PerMember(self._optimizer, partial(schedule, **suggestion.scheduler))
-            self._check_schedules(self._scheduler.kinds)
+        self._optimizer = self._make_optimizer(new)(list(self._model.parameters()))
+        self._clip = member.suggestion.clip_norm if self._choices.clips else None
+        schedules = self._schedules(new)
+        self._scheduler = None if schedules is None else PerMember(self._optimizer, schedules)
+        self._check_schedules(self._scheduler)
         self._trained = [param for group in self._optimizer.param_groups for param in group["params"]]
         # Minibatches since the last update, and epochs, which number the saves.
         self._calls = self._epochs = 0
 
     def leave(self, tag: str) -> nn.Module:
-        """Return the model on the CPU."""
+        """Return the model."""
         self._model.zero_grad()
         for param in self._model.parameters():
             unmark(param)
-        return self._model.cpu()
+        return self._model
 
     def save(self, folder: Path) -> Path:
         """Save the trial, and return the path of the save."""

@@ -109,11 +109,6 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
     assert all(len(line) <= 100 for line in lines)
 
 
-# The choice between plain trials and an array by what plain ones take, and the change from plain to array.
-
-pytest.importorskip("optuna")
-
-
 # Several objectives: values are those of the trials alone, and what is best is Optuna's Pareto front.
 
 DIRECTIONS = ["minimize", "maximize"]
