@@ -78,15 +78,12 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     parsed, rest = _parsed(arguments)
-    if parsed.command == "env":
-        print(describe(__version__))
-        return 0
-    if parsed.command == "cache":
-        print(clear_cache())
-        return 0
+    if parsed.command == "run":
+        return _run(parsed, rest)
     if parsed.command == "status":
         return _status(parsed.folder, as_json=parsed.json)
-    return _run(parsed, rest)
+    print(describe() if parsed.command == "env" else clear_cache())
+    return 0
 
 
 def _status(folder: Path, *, as_json: bool) -> int:
@@ -151,7 +148,7 @@ OPTIONAL = {
 }
 
 
-def describe(hfusion_version: str) -> str:
+def describe() -> str:
     """Return versions, processor, compiler, accelerator and caches as a table to read, or to send with a report."""
     installed = {name: _version(name) for name in OPTIONAL}
     optional = [f"{name} {number}" for name, number in installed.items() if number]
@@ -159,7 +156,7 @@ def describe(hfusion_version: str) -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     command = compiler()
     rows = [
-        ("hfusion", hfusion_version),
+        ("hfusion", __version__),
         ("python", f"{platform.python_version()}, {platform.platform()}"),
         ("torch", torch.__version__),
         ("optional packages", ", ".join(optional) or "none"),

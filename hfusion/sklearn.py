@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfusion.array.fuse import build, fuse
+from hfusion.array.fuse import build
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.core.step_arguments import Compile
@@ -60,43 +61,26 @@ def _drawing(seed: int) -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False, repr=False)
 class _Estimator(BaseEstimator):  # type: ignore[misc]
     """Base class of both estimators. Features are standardised; the regressor standardises targets, too."""
 
-    def __init__(
-        self,
-        module: MakeModule | None = None,
-        *,
-        n_estimators: int = 10,
-        hidden_layer_sizes: Sequence[int] = (100,),
-        learning_rate_init: float | Sequence[float] = 1e-3,
-        weight_decay: float | Sequence[float] = 1e-4,
-        batch_size: int | str = "auto",
-        max_iter: int = 200,
-        bootstrap: bool = False,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 1e-4,
-        random_state: Any = None,
-        device: Any = "cpu",
-        compile: Compile = None,
-    ) -> None:
-        self.module = module
-        self.n_estimators = n_estimators
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.learning_rate_init = learning_rate_init
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.bootstrap = bootstrap
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.random_state = random_state
-        self.device = device
-        self.compile = compile
+    module: MakeModule | None = None
+    _: KW_ONLY
+    n_estimators: int = 10
+    hidden_layer_sizes: Sequence[int] = (100,)
+    learning_rate_init: float | Sequence[float] = 1e-3
+    weight_decay: float | Sequence[float] = 1e-4
+    batch_size: int | str = "auto"
+    max_iter: int = 200
+    bootstrap: bool = False
+    early_stopping: bool = False
+    validation_fraction: float = 0.1
+    n_iter_no_change: int = 10
+    tol: float = 1e-4
+    random_state: Any = None
+    device: Any = "cpu"
+    compile: Compile = None
 
     def _train(self, x: Any, target: Tensor, outputs: int, loss: Callable[..., Any], weights: Any) -> None:
         """Build and train the members on floats ``x [N, features]``. ``weights [N]`` are above 0; None: unweighted."""
@@ -129,10 +113,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             targets.append(torch.tensor(weights / weights.mean(), dtype=dtype, device=self.device))
             objective = functools.partial(_weighted, loss)
         stopping = _EarlyStopping(fused, self.n_iter_no_change, self.tol) if held else None
-
-        def is_over() -> bool:
-            return stopping is not None and stopping.update(self._scores(fused, *held))
-
+        is_over = (lambda: stopping.update(self._scores(fused, *held))) if stopping else lambda: False
         with _drawing(seed):
             self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed, is_over)
         self.n_iter_ = len(self.loss_curve_)
@@ -394,20 +375,19 @@ def _dtype(x: Any) -> torch.dtype:
 
 def _finite(fused: FusedModule) -> FusedModule:
     """Return the members whose parameters are all finite, and warn of others. Raises ValueError if there are none."""
-    whole = torch.ones(len(fused), dtype=torch.bool, device="cpu")
-    for parameter in fused.parameters():
-        whole &= parameter.detach().flatten(1).isfinite().all(1).cpu()
-    if whole.all():
+    whole = torch.stack([param.detach().flatten(1).isfinite().all(1).cpu() for param in fused.parameters()]).all(0)
+    kept, lost = (rows.nonzero().reshape(-1).tolist() for rows in (whole, ~whole))
+    if not lost:
         return fused
-    if not whole.any():
+    if not kept:
         raise ValueError(
             "every member's training diverged: a smaller learning_rate_init, or targets and features of a usual size, "
             "may help"
         )
-    lost = (~whole).nonzero().reshape(-1).tolist()
     warnings.warn(
-        f"the training of members {lost} diverged; the ensemble is the other {int(whole.sum())}",
+        f"the training of members {lost} diverged; the ensemble is the other {len(kept)}",
         ConvergenceWarning,
         stacklevel=4,
     )
-    return fuse([fused[b] for b in whole.nonzero().reshape(-1).tolist()])
+    fused.keep(kept)
+    return fused

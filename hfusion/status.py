@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from hfusion.checkpoint import files
@@ -200,27 +200,22 @@ def print_status(runs: Iterable[RunStatus], now: datetime | None = None) -> None
     from rich.console import Console
 
     console, now = Console(), now or datetime.now(UTC)
+    if not console.is_terminal:
+        # Files and pipes have no width: tables are as wide as they need.
+        console.width = _MAX_WIDTH
     for run in runs:
-        table = _table(run, now)
-        if not console.is_terminal:
-            # Files and pipes have no width: make tables as wide as they need.
-            wide = console.options.update(max_width=_MAX_WIDTH)
-            console.width = max(console.width, console.measure(table, options=wide).maximum)
         # Errors do not fit into a table.
         kind = "trial" if run.kind == "sweep" else "array"
         errors = [f"  {kind} {member.name}: {member.error}" for member in run.members if member.error is not None]
         for line in [headline(run, now), *errors]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         if run.members:
-            console.print(table)
+            console.print(_table(run, now))
 
 
 def to_json(runs: Iterable[RunStatus]) -> str:
     """Return the runs as a JSON list; times are ISO 8601, in UTC."""
-
-    def plain(value: Any) -> str:
-        return str(value) if isinstance(value, Path) else str(value.isoformat())
-
+    plain = lambda value: value.isoformat() if isinstance(value, datetime) else str(value)  # noqa: E731
     return json.dumps([{**asdict(run), "counts": run.counts} for run in runs], default=plain, indent=1)
 
 
