@@ -61,13 +61,21 @@ def lora(
         torch.Size([2, 3, 2])
     """
     try:
-        import peft  # noqa: F401
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise ImportError("hf.lora needs peft: pip install peft (extra: hfusion[lora])") from error
     member_configs = configs(config, members)
     if seeds is not None and len(seeds) != len(member_configs):
         raise ValueError(f"{len(seeds)} seeds for {len(member_configs)} members: give one for each")
-    _check_base(base)
+    if not isinstance(base, nn.Module):
+        raise FusionError(f"base must be a torch.nn.Module, got {type(base).__name__}")
+    check_materialized(base, "base")
+    for path, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            raise FusionError(
+                f"base has an adapter already, in {path or '(root)'}; give the model without it: model.unload(), or "
+                "merge_and_unload() where the adapters are to be part of the base"
+            )
     frozen = FrozenBase(base, autocast_adapter_dtype)
     member_seeds: Sequence[int | None] = seeds or [None] * len(member_configs)
     adapted = [
@@ -255,20 +263,6 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     return cast(AdapterMember, template)
 
 
-def _check_base(base: nn.Module) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if not isinstance(base, nn.Module):
-        raise FusionError(f"base must be a torch.nn.Module, got {type(base).__name__}")
-    check_materialized(base, "base")
-    for path, module in base.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            raise FusionError(
-                f"base has an adapter already, in {path or '(root)'}; give the model without it: model.unload(), or "
-                "merge_and_unload() where the adapters are to be part of the base"
-            )
-
-
 # A member of an array of adapters: a peft model whose layers have room for the largest rank of the array.
 
 PREFIX = "base_model.model."
@@ -303,7 +297,17 @@ class AdapterMember(nn.Module):
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, adapter_layers[path].base_layer)
                 model.base_model.targeted_module_names.remove(path.removeprefix(PREFIX))
-        model.base_model.peft_config[NAME] = _own_config(model, adapter_layers, sizes)
+        # The LoraConfig from which peft creates exactly the adapter layers that this member has.
+        config = copy.deepcopy(model.peft_config[NAME])
+        active_sizes = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
+        if not active_sizes:
+            raise FusionError("this member has no adapter in any layer: there is nothing to save")
+        if len(active_sizes) < len(sizes):
+            target_only(config, active_sizes)
+        config.r, config.rank_pattern = _most({path: size for path, (size, _) in active_sizes.items()})
+        config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in active_sizes.items()})
+        config.lora_dropout = max(dropout(adapter_layers[PREFIX + path]) for path in active_sizes)
+        model.base_model.peft_config[NAME] = config
         return model
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
@@ -340,20 +344,6 @@ def kind_of(member: nn.Module) -> Any:
 def _blank(kind: Any) -> Any:
     member_type = member_class(kind)
     return member_type.__new__(member_type)
-
-
-def _own_config(model: Any, adapter_layers: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
-    """Return the LoraConfig from which peft creates exactly the adapter layers that this member has."""
-    config = copy.deepcopy(model.peft_config[NAME])
-    active_sizes = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
-    if not active_sizes:
-        raise FusionError("this member has no adapter in any layer: there is nothing to save")
-    if len(active_sizes) < len(sizes):
-        target_only(config, active_sizes)
-    config.r, config.rank_pattern = _most({path: size for path, (size, _) in active_sizes.items()})
-    config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in active_sizes.items()})
-    config.lora_dropout = max(dropout(adapter_layers[PREFIX + path]) for path in active_sizes)
-    return config
 
 
 def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
