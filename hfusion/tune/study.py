@@ -127,7 +127,11 @@ def concurrent_trials(study: Study, trials: int) -> int:
     most = max(4, trials // 5)
     draws = (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
     if type(sampler) in draws:
-        compares = len(study.directions) == 1 and _compares_trials(study.pruner)
+        pruner: Any = study.pruner
+        while isinstance(pruner, optuna.pruners.PatientPruner):
+            pruner = pruner._wrapped_pruner
+        alone = (type(None), optuna.pruners.NopPruner, optuna.pruners.ThresholdPruner)
+        compares = len(study.directions) == 1 and type(pruner) not in alone
         return most if compares else max(1, trials)
     states = optuna.trial.TrialState
     finished = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
@@ -143,13 +147,6 @@ def concurrent_trials(study: Study, trials: int) -> int:
     )
     # The default of CMA-ES for this many parameters.
     return int(sampler._popsize or 4 + int(3 * math.log(max(1, numbers))))
-
-
-def _compares_trials(pruner: Any) -> bool:
-    pruners = import_optuna().pruners
-    while isinstance(pruner, pruners.PatientPruner):
-        pruner = pruner._wrapped_pruner
-    return pruner is not None and type(pruner) not in (pruners.NopPruner, pruners.ThresholdPruner)
 
 
 def exhausted(study: Study) -> bool:
