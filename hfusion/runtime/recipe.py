@@ -1,4 +1,4 @@
-"""Minibatches, recipes that compute minibatches of one kind, and the source of both."""
+"""Recipes that compute minibatches of one kind, and the source of both."""
 
 from __future__ import annotations
 
@@ -13,25 +13,6 @@ from torch import Tensor
 
 from hfusion.core.program import Part
 from hfusion.device.backend import backend
-
-
-class Batch(Protocol):
-    """One minibatch on the host.
-
-    Attributes:
-        inputs: the flat inputs of the program.
-        target: the target of the loss.
-        key: batches with equal keys share a recipe.
-    """
-
-    @property
-    def inputs(self) -> tuple[Any, ...]: ...
-
-    @property
-    def target(self) -> Any: ...
-
-    @property
-    def key(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -80,9 +61,9 @@ class Recipe:
 
 
 class Source(Protocol):
-    """A source of batches and their recipes."""
+    """A source of batches and their recipes. A batch has the flat ``inputs`` of the program, and a ``target``."""
 
-    def next(self, drawing: AbstractContextManager[None]) -> Batch:
+    def next(self, drawing: AbstractContextManager[None]) -> Any:
         """Return the next minibatch. It may draw torch's random numbers, in any thread, inside ``drawing``."""
 
     def stop(self) -> None:

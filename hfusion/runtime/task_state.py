@@ -173,13 +173,9 @@ class TaskTensors:
         """Return the array's parameter of this key."""
         return self._tensors[name]
 
-    def trains(self, name: str) -> bool:
-        """Return whether a parameter gets gradients."""
-        return name in self._trained
-
     def leaf(self, name: str, tensor: Tensor) -> Tensor:
         """Return a new autograd leaf for a parameter; ``tensor`` is its current memory."""
-        leaf = tensor.detach().requires_grad_(self.trains(name))
+        leaf = tensor.detach().requires_grad_(name in self._trained)
         tensor_membership = membership(self._tensors[name])
         return leaf if tensor_membership is None else mark(leaf, tensor_membership)
 

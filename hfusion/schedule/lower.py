@@ -176,13 +176,9 @@ class _ActionList:
         if not self._pins(index):
             self._load(index, sections, size, size if moves is None else moves, self.shards[index].borrows)
         if self.computed is None and self.keeps_last:
-            self._load_pinned(len(self.shards) - 1)
-
-    def _load_pinned(self, index: int) -> None:
-        part = self.shards[index]
-        gradients = set() if self.carried else {Section.GRADIENTS}
-        size = host_bytes(part, carried=self.carried)
-        self._load(index, _STATE - gradients | {Section.BOUNDARY}, size, size, part.borrows)
+            last, gradients = self.shards[-1], set() if self.carried else {Section.GRADIENTS}
+            size = host_bytes(last, carried=self.carried)
+            self._load(last.index, _STATE - gradients | {Section.BOUNDARY}, size, size, last.borrows)
 
     def _load(self, index: int, sections: frozenset[Section], size: int, moves: int, borrows: Sequence[int]) -> None:
         after = tuple(sorted({self.evicted.get(shard, ~shard) for shard in (index, *borrows)}))

@@ -56,13 +56,14 @@ class UnitActions(NamedTuple):
 def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], UnitActions]:
     """Group a list of actions into units, by phase and shard."""
     units, used_loads = {}, set()
+    acts = [(action.act, action.shard) for action in actions]
     on_device = levels(actions)
     runs = [*_runs(actions, clip=clip)]
     for computes, after in zip(runs, [*runs[1:], range(len(actions), len(actions) + 1)], strict=True):
         first = actions[computes[0]]
         shard = first.shard
-        start = max(index for index in range(computes[0]) if _is(actions[index], Act.LOAD, shard))
-        end = next(index for index in range(computes[-1], len(actions)) if _is(actions[index], Act.EVICT, shard))
+        start = max(index for index in range(computes[0]) if acts[index] == (Act.LOAD, shard))
+        end = next(index for index in range(computes[-1], len(actions)) if acts[index] == (Act.EVICT, shard))
         load = actions[start]
         run = tuple(actions[index] for index in computes)
         takes = sum(action.takes for action in run)
@@ -79,10 +80,6 @@ def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> d
         )
         used_loads.add(start)
     return units
-
-
-def _is(action: Action, act: Act, shard: int) -> bool:
-    return action.act is act and action.shard == shard
 
 
 def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:

@@ -104,20 +104,6 @@ def task_rows(timeline: Timeline) -> list[tuple[str, ...]]:
     return rows
 
 
-def summary(timeline: Timeline) -> str:
-    """Return the headline and both tables, at most MAX_SHOWN rows each."""
-    tasks = len({span.task for span in timeline.actions})
-    lines = [headline(timeline)]
-    for rows, count, noun in (
-        (device_rows(timeline), len(timeline.devices), "devices"),
-        (task_rows(timeline), tasks, "tasks"),
-    ):
-        lines += aligned(rows, left=1)
-        if count > MAX_SHOWN:
-            lines.append(f"... {count - MAX_SHOWN} more {noun}")
-    return "\n".join(lines)
-
-
 def svg(timeline: Timeline) -> str:
     """Return a Gantt chart as SVG: a row per device, a colour per task, loads and evictions below computing."""
     rows = {name: number for number, name in enumerate(timeline.devices[:MAX_SHOWN])}
@@ -223,7 +209,13 @@ class Timeline:
 
     def summary(self) -> str:
         """Return how busy each device was, its peak memory, and when each task ran: at most ten rows each."""
-        return summary(self)
+        lines, tasks = [headline(self)], len({span.task for span in self.actions})
+        tables = ((device_rows(self), len(self.devices), "devices"), (task_rows(self), tasks, "tasks"))
+        for rows, count, noun in tables:
+            lines += aligned(rows, left=1)
+            if count > MAX_SHOWN:
+                lines.append(f"... {count - MAX_SHOWN} more {noun}")
+        return "\n".join(lines)
 
     __str__ = summary
 
