@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -51,7 +52,7 @@ class ProcessExecutor:
         """Start the process of a device, and ask it for its `DeviceInfo`."""
         machine = self._machine
         host = max(1, machine.host // len(machine.devices))
-        serve = partial(_serve, machine.devices[device], host, machine.disk, process_settings())
+        serve = partial(_serve, machine.devices[device], host, machine.disk, self._folder.path, process_settings())
         name = f"the process of {machine.devices[device].name!r}"
         self._workers[device] = WorkerProcess(name, serve, method="spawn")
         self._workers[device].call(None)
@@ -63,15 +64,13 @@ class ProcessExecutor:
         return path
 
     def start_job(self, device: int, job: ArrayJob | CallJob) -> None:
-        self._send(device, job)
-
-    def answer(self, device: int, members: list[int]) -> None:
-        self._send(device, members)
-
-    def _send(self, device: int, message: Any) -> None:
         # A process that has ended is found by the next wait.
         with suppress(WorkerEnded):
-            self._workers[device].call(message)
+            self._workers[device].call(job)
+
+    def answer(self, device: int, members: list[int]) -> None:
+        with suppress(WorkerEnded):
+            self._workers[device].call(members)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         devices = {worker: device for device, worker in self._workers.items()}
@@ -103,10 +102,10 @@ class ProcessExecutor:
 
 
 def _serve(
-    device: Device, host: int, disk: Path, settings: Sequence[Callable[[], object]], parent: Parent
+    device: Device, host: int, disk: Path, folder: Path, settings: Sequence[Callable[[], object]], parent: Parent
 ) -> Callable[[ArrayJob | CallJob | None], Any]:
     """Return the function that answers requests in the process of a device."""
-    atexit.register(_leave)
+    atexit.register(_leave, folder, os.getppid())
     # Code that starts processes here, such as a DataLoader, must work as in any other program.
     set_start_method(get_all_start_methods()[0], force=True)
     for setting in settings:
@@ -119,8 +118,11 @@ def _serve(
     return lambda job: trainer.info() if job is None else trainer.run(job, part)
 
 
-def _leave() -> None:
+def _leave(folder: Path, driver: int) -> None:
     """End this process at once: its last garbage collection frees nothing, and takes seconds on a busy machine."""
+    if os.getppid() != driver:
+        # The driver was killed, and left its folder.
+        shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -113,13 +113,14 @@ class Driver:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         (self.folder / "events").write_text("")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.random_faults", "--drive", self.run, str(self.folder)],
-            env={**os.environ, "TMPDIR": str(self.temporary)},
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / "errors").open("w"),
-            text=True,
-        )
+        with (self.folder / "errors").open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.cluster.random_faults", "--drive", self.run, str(self.folder)],
+                env={**os.environ, "TMPDIR": str(self.temporary)},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+            )
 
     def events(self) -> list[str]:
         return (self.folder / "events").read_text().splitlines()

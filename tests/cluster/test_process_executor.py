@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hfusion as hf
 from hfusion.core.event_log import read_events
 from hfusion.schedule.actions import Act
-from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
+from tests.cluster.temporary_files import nothing_left, processes_of, shared_memory, use_temporary
 
 pytest.importorskip("cloudpickle")
 
@@ -216,6 +216,25 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     before = shared_memory()
     with pytest.raises(KeyboardInterrupt):
         hf.train(with_slow("kill", 1000, tmp_path / "mark", interrupt), hf.Cluster(machine(tmp_path / "spill", 2)))
+    assert nothing_left(temporary, before)
+    assert not list(tmp_path.glob("spill/*"))
+
+
+def test_a_driver_that_is_killed_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    # It imports this file, too.
+    from tests.cluster.random_faults import Driver
+
+    before = shared_memory()
+    driver = Driver("trained", tmp_path, temporary)
+    driver.wait_for_events()
+    workers = processes_of("spawn_main", driver.process.pid)
+    driver.process.kill()
+    driver.process.wait()
+    end = time.monotonic() + 10
+    while set(workers) & set(processes_of("spawn_main")) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(workers) == 2
+    assert not set(workers) & set(processes_of("spawn_main"))
     assert nothing_left(temporary, before)
     assert not list(tmp_path.glob("spill/*"))
 
