@@ -10,20 +10,20 @@ from typing import Any
 
 from hfusion.cluster.driver import Drive, placed_tasks
 from hfusion.cluster.messages import Executor
+from hfusion.cluster.node import ArrayJob
 from hfusion.cluster.process_executor import ProcessExecutor
-from hfusion.core.errors import PlanError
+from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.device.machine import Machine, parse_bytes
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.arrange import arrange, checked_plan
-from hfusion.tasks.array_log import ArrayEvent, ArrayLogs, TaskBars
-from hfusion.tasks.checkpoints import check_every, check_folder
+from hfusion.tasks.checkpoints import check_folder
+from hfusion.tasks.minibatch_border import OnResult
 from hfusion.tasks.sharing import listed, reserve_tensors
-from hfusion.tasks.stopping import OnResult
 from hfusion.tasks.task import Task
 from hfusion.tasks.train import train_arranged
-from hfusion.tasks.training_report import Report
+from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, Report, TaskBars
 
 
 class Cluster:
@@ -81,19 +81,16 @@ class Cluster:
         if devices is not None and not (num_cpus or num_gpus or resources):
             raise PlanError(f"devices={devices}: also give what each device needs, such as num_gpus=1")
         self._where, self._max_failures, self._timeout, self._devices = where, max_failures, timeout, devices
-        self._options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
+        self._resources = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
         self._runtime_env = runtime_env
         self._memory = None if memory is None else parse_bytes(memory)
         self._host = None if host is None else parse_bytes(host)
         self._disk = Path(disk)
-        ray_options = {**self._options, "runtime_env": runtime_env, "memory": memory, "host": host}
+        ray_options = {**self._resources, "runtime_env": runtime_env, "memory": memory, "host": host}
         ray_options |= {"timeout": timeout or None, "devices": devices}
-        if isinstance(where, Machine) and (
-            conflicts := [name for name, value in ray_options.items() if value is not None]
-        ):
-            raise PlanError(
-                f"{conflicts[0]} is of Ray's nodes: the machine that is given says what it has; leave it out"
-            )
+        given = [name for name, value in ray_options.items() if value is not None]
+        if isinstance(where, Machine) and given:
+            raise PlanError(f"{given[0]} is of Ray's nodes: the machine that is given says what it has; leave it out")
 
     def __repr__(self) -> str:
         where = f"{len(self._where.devices)} processes" if isinstance(self._where, Machine) else repr(self._where)
@@ -104,7 +101,7 @@ class Cluster:
             return ProcessExecutor(self._where)
         from hfusion.cluster.ray_executor import RayExecutor
 
-        resources = {name: value for name, value in self._options.items() if value is not None}
+        resources = {name: value for name, value in self._resources.items() if value is not None}
         machine = (self._memory, self._host, self._disk)
         return RayExecutor(self._where, resources, self._runtime_env, machine, self._timeout, self._devices)
 
@@ -121,8 +118,8 @@ class Cluster:
         with ExitStack() as stack:
             executor = self._open()
             stack.callback(executor.close)
-            options: dict[str, Any] = {"policy": policy, "checkpoint": checkpoint, "every": every, "resume": resume}
-            placed = placed_tasks(tasks, executor.devices, **options, asks=on_result is not None)
+            job = ArrayJob("", (), b"", {}, None, policy, checkpoint, every, on_result is not None)
+            placed = placed_tasks(tasks, executor.devices, job, resume=resume)
             log = stack.enter_context(EventLog(checkpoint, "train", arrays=len(placed)))
             drive = Drive(placed, executor, self._max_failures, log, on_result)
             if progress:
@@ -235,7 +232,8 @@ def train(
         machine = Cluster(machine)
     elif isinstance(machine, Cluster) and processes is not None:
         raise PlanError("processes is for an hf.Machine: a cluster has a process for each of its devices")
-    check_every(every)
+    if every is not None and (not isinstance(every, int) or every < 1):
+        raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     if isinstance(machine, Cluster):
         if plan is not None:

@@ -7,17 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, pack_with_keys
-from hfusion.cluster.node import ArrayDone, ArrayJob, Divided, Message, ResultMessage, StopQuery, loader_generators
+from hfusion.cluster.node import ArrayDone, ArrayJob, Divided, EventMessage, Message, StopQuery
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.device.worker_process import Failure
@@ -25,13 +24,13 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Room, array_of
-from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.checkpoints import check_folder
+from hfusion.tasks.minibatch_border import OnResult, answered
+from hfusion.tasks.reading import set_generators
 from hfusion.tasks.sharing import check_loaders, check_tensors
-from hfusion.tasks.stopping import OnResult, answered
 from hfusion.tasks.task import Evaluation, Step, Task, listed_models, seed_of
 from hfusion.tasks.train import TrainError
-from hfusion.tasks.training_report import Report, TaskReport, joined
+from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, ArrayNote, Report, TaskReport, joined
 
 _log = logging.getLogger(__name__)
 
@@ -92,12 +91,12 @@ class Drive:
             self._lose(device, message.reason)
         elif isinstance(message, DeviceInfo):
             self._placement.join(message.budget)
-        elif isinstance(message, ResultMessage):
-            self._hear_results(device, message)
+        elif isinstance(message, EventMessage):
+            self._hear_events(device, message.events)
         elif isinstance(message, Divided):
             self._divide(self._placement.running[device], message.arrays)
         elif isinstance(message, StopQuery):
-            self._hear_results(device, message.told)
+            self._hear_events(device, message.before)
             self._executor.answer(device, self._answer(device, message.result))
         elif isinstance(message, Failure):
             self._fail(device, message.error_of(f"the process of {self._executor.devices[device].name!r}"))
@@ -120,7 +119,7 @@ class Drive:
         counts = [part.trained for part in self._arrays_of[array.task]]
         self.show([*self._arrays_of].index(array.task), sum(counts) // len(counts))
 
-    def _note(self, device: int | None, array: PlacedArray, event: Step | Evaluation | ArrayNote) -> None:
+    def _note(self, device: int | None, array: PlacedArray, event: ArrayEvent) -> None:
         location = {} if device is None else self._executor.devices[device].log_fields
         self._logs.hear(array.job.name, array.task, array.job.members, event, location)
 
@@ -129,16 +128,15 @@ class Drive:
         number = self._placement.running.get(device)
         return None if number is None else self._arrays[number]
 
-    def _hear_results(self, device: int, message: ResultMessage) -> None:
+    def _hear_events(self, device: int, events: Sequence[ArrayEvent]) -> None:
         array = self._array_on(device)
         if array is None:
             return
-        for result in message.results:
-            # Once an array is given up, results that its worker sends are ignored.
-            if array.error is None:
-                self._tell(device, array, result)
-        for note in message.notes:
-            self._note(device, array, note)
+        for event in events:
+            if isinstance(event, ArrayNote):
+                self._note(device, array, event)
+            elif array.error is None:
+                self._tell(device, array, event)
 
     def _tell(self, device: int, array: PlacedArray, result: Step | Evaluation) -> None:
         count = array.count(result)
@@ -235,11 +233,11 @@ class Drive:
         spans.sort(key=lambda span: span.start)
         return Report(tasks, plan, Timeline(tuple(spans), tuple(budgets), plan.lower_bound), peak)
 
-    def _part(self, array: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
-        """Return the members and report of an array, and copy its state into the user's objects."""
+    def _part(self, array: PlacedArray, done: ArrayDone) -> TaskReport:
+        """Return the results of an array, and copy its state into the user's objects."""
         task, members = array.task, array.job.members
-        for generator, state in zip(loader_generators(task), done.generators, strict=True):
-            generator.set_state(state)
+        for loader, states in zip((task.loader, task.eval_loader), done.generators, strict=True):
+            set_generators(loader, states)
         fused = array_of(task, members)
         with torch.no_grad():
             for name, tensor in tensors(fused):
@@ -247,7 +245,7 @@ class Drive:
                     tensor.copy_(done.tensors[name])
         if isinstance(task.optimizer, FusedOptimizer) and done.optimizer is not None:
             task.optimizer.load_state_dict(done.optimizer)
-        return members, replace(done.report[task.name], _arrays=((members, fused),))
+        return replace(done.report[task.name], _arrays=((members, fused),))
 
 
 # Assign arrays to devices, without contacting any worker: the largest first, and whoever is idle takes the next.
@@ -402,18 +400,11 @@ class PlacedArray:
 
 
 def placed_tasks(
-    tasks: Sequence[Task],
-    devices: Sequence[DeviceInfo],
-    *,
-    policy: str,
-    checkpoint: Path | None,
-    every: int | None,
-    resume: bool,
-    asks: bool,
+    tasks: Sequence[Task], devices: Sequence[DeviceInfo], job: ArrayJob, *, resume: bool
 ) -> list[PlacedArray]:
     """Return what is sent of the tasks. A worker plans each for the largest device, and trains its first array.
 
-    ``asks``: the driver decides which members stop.
+    ``job``: what the jobs of all tasks have in common.
 
     Raises:
         PlanError: tasks cannot be trained together, or have what cannot be sent.
@@ -426,9 +417,9 @@ def placed_tasks(
                 "one from an optimizer"
             )
     check_tensors(tasks)
-    check_loaders([(task.name, (task.loader, task.eval_loader)) for task in tasks])
-    if checkpoint is not None:
-        check_folder(checkpoint, [task.name for task in tasks], resume=resume)
+    check_loaders([(task.name, task) for task in tasks])
+    if job.checkpoint is not None:
+        check_folder(job.checkpoint, [task.name for task in tasks], resume=resume)
     largest = max(devices, key=lambda device: device.budget)
     room = Room(largest.physical, largest.budget, largest.rates, keep=True)
     placed = []
@@ -436,8 +427,8 @@ def placed_tasks(
         members = tuple(range(task.members))
         # Drawn in the order in which one process draws them.
         sent = replace(_with_models(task, members), seed=seed_of(task))
-        job = ArrayJob(task.name, members, b"", {}, room, policy, checkpoint, every, asks, bool(task.callbacks))
-        placed.append(PlacedArray(task, sent, job))
+        own = replace(job, name=task.name, members=members, room=room, sends_every_step=bool(task.callbacks))
+        placed.append(PlacedArray(task, sent, own))
     return placed
 
 
@@ -454,29 +445,13 @@ class SharedParts:
     """Objects that several models or arrays share: loaders, and frozen tensors. They are sent to each node once."""
 
     def __init__(self, arrays: Sequence[PlacedArray], executor: Executor) -> None:
-        self.keys: dict[int, str] = {}
-        self.references: dict[str, Any] = {}
-        # References keep the objects alive, so that their ids are not reused.
-        self._alive: list[object] = []
-        for array in arrays:
-            for loader in (array.sent.loader, array.sent.eval_loader):
-                if loader is not None:
-                    self._keep(loader, executor)
-        frozen = [tensor for array in arrays for tensor in _frozen(array.sent)]
-        counts = Counter(map(id, frozen))
-        for tensor in frozen:
-            if counts[id(tensor)] > 1:
-                self._keep(tensor, executor)
-
-    def _keep(self, value: object, executor: Executor) -> None:
-        if id(value) not in self.keys:
-            key = f"part {len(self.keys)}"
-            self.keys[id(value)], self.references[key] = key, executor.put(value)
-            self._alive.append(value)
-
-
-def _frozen(task: Task) -> Iterator[Tensor]:
-    for model in listed_models(task):
-        for _, tensor in tensors(model):
-            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and not isinstance(model, FusedModule):
-                yield tensor
+        sent = [array.sent for array in arrays]
+        loaders = [loader for task in sent for loader in (task.loader, task.eval_loader) if loader is not None]
+        models = [model for task in sent for model in listed_models(task) if not isinstance(model, FusedModule)]
+        params = [param for model in models for _, param in tensors(model) if isinstance(param, nn.Parameter)]
+        counts = Counter(id(param) for param in params if not param.requires_grad)
+        shared = [*loaders, *(param for param in params if counts[id(param)] > 1)]
+        # The objects are kept alive, so that their ids are not reused.
+        self._objects: dict[int, Any] = {id(value): value for value in shared}
+        self.keys = {number: f"part {index}" for index, number in enumerate(self._objects)}
+        self.references = {self.keys[number]: executor.put(value) for number, value in self._objects.items()}

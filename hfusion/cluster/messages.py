@@ -98,14 +98,6 @@ class Executor(Protocol):
 # Serialization for other processes, without the objects that these already have.
 
 
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise ImportError("hf.Cluster needs cloudpickle: pip install cloudpickle (extra: hfusion[cluster])") from error
-    return cloudpickle
-
-
 def pack(name: str, value: Any, parts: Mapping[int, str]) -> bytes:
     """Pickle ``value``, with objects whose id is in ``parts`` replaced by their key. PlanErrors call it ``name``."""
     return pack_with_keys(name, value, parts)[0]
@@ -113,10 +105,13 @@ def pack(name: str, value: Any, parts: Mapping[int, str]) -> bytes:
 
 def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
     """Return the bytes as from `pack`, and the keys of the parts that were left out."""
-    pickler: Any = _cloudpickle().Pickler
+    try:
+        from cloudpickle import Pickler
+    except ImportError as error:
+        raise ImportError("hf.Cluster needs cloudpickle: pip install cloudpickle (extra: hfusion[cluster])") from error
     target, keys = io.BytesIO(), set[str]()
 
-    class Packer(pickler):  # type: ignore[misc]
+    class Packer(Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: object) -> str | None:
             key = parts.get(id(obj))
             if key is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
@@ -19,12 +18,11 @@ from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.policy import named
 from hfusion.tasks.arrange import Room, arrange_one, arrays_of
-from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.checkpoints import check_folder
-from hfusion.tasks.reading import generators
+from hfusion.tasks.reading import generator_states
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_arranged
-from hfusion.tasks.training_report import Report
+from hfusion.tasks.training_report import ArrayEvent, ArrayNote, Report
 
 # Seconds between two messages with results.
 _TELL = 0.2
@@ -65,11 +63,10 @@ class CallJob(Protocol):
 
 
 @dataclass(frozen=True)
-class ResultMessage:
-    """Results of minibatches and evaluations, in order. ``notes``: other events of the array, if they are logged."""
+class EventMessage:
+    """Results of minibatches and evaluations and, if they are logged, other events of the array, in order."""
 
-    results: tuple[Step | Evaluation, ...]
-    notes: tuple[ArrayNote, ...] = ()
+    events: tuple[ArrayEvent, ...]
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,9 @@ class Divided:
 
 @dataclass(frozen=True)
 class StopQuery:
-    """A result that the driver replies to with the members that stop. ``told``: what came before. Training waits."""
+    """A result that the driver replies to with the members that stop. ``before``: earlier events. Training waits."""
 
-    told: ResultMessage
+    before: tuple[ArrayEvent, ...]
     result: Step | Evaluation
 
 
@@ -96,19 +93,19 @@ class ArrayDone:
         tensors: the tensors of the array that training changed, by name.
         optimizer: the state dict of the task's optimizer, if the task has an optimizer object.
         start_time: when the timeline begins, by the clock of this node.
-        generators: states, after training, of the generators that the loaders draw from.
+        generators: states, after training, of the generators that the loaders of training and evaluation draw from.
     """
 
     report: Report
     tensors: dict[str, Tensor]
     optimizer: dict[str, Any] | None
     start_time: float
-    generators: tuple[Tensor, ...] = ()
+    generators: tuple[list[Tensor], list[Tensor]]
 
 
 # The last message of a job.
 End: TypeAlias = ArrayDone | Answered | Failure
-Message: TypeAlias = ResultMessage | Divided | StopQuery | End | Lost | DeviceInfo
+Message: TypeAlias = EventMessage | Divided | StopQuery | End | Lost | DeviceInfo
 
 
 class Driver(Protocol):
@@ -122,53 +119,51 @@ class Driver(Protocol):
 
 
 class _Outbox:
-    """Collects the results and notes of an array, and sends them to the driver a few times a second.
+    """Collects the events of an array, and sends them to the driver a few times a second.
 
     ``epoch``: None to send every step. Minibatches per epoch to send only the latest step and the last of each epoch.
     """
 
     def __init__(self, driver: Driver, epoch: int | None) -> None:
         self._driver, self._epoch = driver, epoch
-        self._results: list[Step | Evaluation] = []
-        # The threads that write checkpoints append to it, too.
-        self._notes: deque[ArrayNote] = deque()
+        self._events: list[ArrayEvent] = []
+        # The threads that write checkpoints note events, too.
+        self._lock = Lock()
         self._sent = time.monotonic()
 
     def add(self, result: Step | Evaluation) -> None:
-        if self._epoch is not None:
-            epoch = self._epoch
-            self._results = [
-                previous for previous in self._results if isinstance(previous, Evaluation) or previous.step + 1 == epoch
-            ]
-        self._results.append(result)
+        with self._lock:
+            last = self._events[-1] if self._events else None
+            if isinstance(last, Step) and self._epoch not in (None, last.step + 1):
+                self._events.pop()
+            self._events.append(result)
         if time.monotonic() - self._sent > _TELL:
             self.send()
 
     def note(self, index: int, event: ArrayEvent, device: str | None) -> None:
-        if isinstance(event, ArrayNote) and event.event == "copied":
-            # An array that resumes from this save does not repeat these results.
+        if not isinstance(event, ArrayNote):
+            return
+        if event.event != "copied":
+            with self._lock:
+                self._events.append(event)
+        # The first minibatch may take long, and an array that resumes from a save does not repeat its results.
+        if event.event in ("started", "resumed", "copied"):
             self.send()
-        elif isinstance(event, ArrayNote):
-            self._notes.append(event)
-            if event.event in ("started", "resumed"):
-                # The first minibatch may take long.
-                self.send()
 
     def send(self) -> None:
-        message = self._taken()
-        if message.results or message.notes:
-            self._driver.tell(message)
+        if message := self._taken():
+            self._driver.tell(EventMessage(message))
 
     def ask(self, result: Step | Evaluation) -> list[int]:
         """Ask the driver which members stop."""
         members: list[int] = self._driver.ask(StopQuery(self._taken(), result))
         return members
 
-    def _taken(self) -> ResultMessage:
+    def _taken(self) -> tuple[ArrayEvent, ...]:
         self._sent = time.monotonic()
-        notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
-        results, self._results = tuple(self._results), []
-        return ResultMessage(results, notes)
+        with self._lock:
+            events, self._events = tuple(self._events), []
+        return events
 
 
 class ArrayTrainer:
@@ -227,25 +222,12 @@ class ArrayTrainer:
         answers, notes = outbox.ask if job.awaits_answers else None, None if job.checkpoint is None else outbox.note
         saved = job.checkpoint, job.every
         report = train_arranged(arranged, plan, self._machine, named(job.policy), False, *saved, answers, notes)
-        ended = time.time()
+        start_time = time.time() - max((span.end for span in report.timeline.actions), default=0.0)
         outbox.send()
-        return _answer(task, report, ended)
-
-
-def _answer(task: Task, report: Report, ended: float) -> ArrayDone:
-    """Return what the driver gets of an array whose training ended at the time ``ended``."""
-    start_time = ended - max((span.end for span in report.timeline.actions), default=0.0)
-    task_report = report[task.name]
-    ((_, array),) = task_report._arrays
-    return ArrayDone(
-        replace(report, tasks={task.name: replace(task_report, _arrays=())}),
-        {name: tensor.detach().cpu() for name, tensor in changed_tensors(array).items()},
-        task.optimizer.state_dict() if isinstance(task.optimizer, FusedOptimizer) else None,
-        start_time,
-        tuple(generator.get_state() for generator in loader_generators(task)),
-    )
-
-
-def loader_generators(task: Task) -> list[torch.Generator]:
-    """Return the generators that reading the loaders of a task draws from."""
-    return [generator for loader in (task.loader, task.eval_loader) for generator in generators(loader)]
+        return ArrayDone(
+            replace(report, tasks={task.name: replace(report[task.name], _arrays=())}),
+            {name: tensor.detach().cpu() for name, tensor in changed_tensors(arranged[0].array).items()},
+            task.optimizer.state_dict() if isinstance(task.optimizer, FusedOptimizer) else None,
+            start_time,
+            (generator_states(task.loader), generator_states(task.eval_loader)),
+        )

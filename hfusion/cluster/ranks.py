@@ -119,24 +119,19 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
         >>> bool(torch.equal(pop.models[0].weight, pop.models[1].weight))
         True
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _running():
         pop.copy(src, dst)
         return
     array = pop.array
     widths: list[Any] = [0] * dist.get_world_size()
     dist.all_gather_object(widths, len(pop))
-    starts = [sum(widths[:rank]) for rank in range(len(widths) + 1)]
+    owners = [owner for owner, width in enumerate(widths) for _ in range(width)]
     rank = dist.get_rank()
-
-    def owner(row: int) -> int:
-        return next(candidate for candidate in range(len(widths)) if row < starts[candidate + 1])
-
-    moves = [(owner(source), source, owner(target), target) for source, target in pairs(src, dst, starts[-1])]
+    first = owners.index(rank)
+    moves = [(owners[source], source, owners[target], target) for source, target in pairs(src, dst, len(owners))]
     crossing = [move for move in moves if move[0] != move[2]]
     # All are read before one is written; each rank takes its part in the same order, so that none waits for ever.
-    states = {
-        source: _member_state(array, source - starts[rank]) for from_rank, source, _, _ in crossing if from_rank == rank
-    }
+    states = {source: _member_state(array, source - first) for from_rank, source, _, _ in crossing if from_rank == rank}
     received: list[tuple[int, Any]] = []
     for from_rank, source, to_rank, target in crossing:
         if from_rank == rank:
@@ -144,8 +139,8 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
         elif to_rank == rank:
             box: list[Any] = [None]
             dist.recv_object_list(box, from_rank)
-            received.append((target - starts[rank], box[0]))
-    local_pairs = [(source - starts[rank], target - starts[rank]) for a, source, b, target in moves if a == b == rank]
+            received.append((target - first, box[0]))
+    local_pairs = [(source - first, target - first) for a, source, b, target in moves if a == b == rank]
     if local_pairs:
         pop.copy(*map(list, zip(*local_pairs, strict=True)))
     for row, member in received:

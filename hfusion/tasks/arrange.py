@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from hfusion.array.array_editing import share_programs
@@ -91,7 +92,7 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     rates = machine.calibrate()
     room = Room.of(machine, rates, keep=keep, at_once=len(tasks))
     arrangements = [arrangement for task in tasks for arrangement in arrays_of(task, room)]
-    check_loaders([(array.plan.name, (array.task.loader, array.task.eval_loader)) for array in arrangements])
+    check_loaders([(array.plan.name, array.task) for array in arrangements])
     return arrangements, _plan_of(arrangements, machine, rates, room)
 
 
@@ -226,8 +227,9 @@ class TaskPlanner:
         if width == len(group):
             return [self.arranged(name, group, whole, optimizer)]
         del whole, optimizer
-        parts = batched_evenly(group, width)
-        return [self.arranged(f"{name}.{number}", part) for number, part in enumerate(parts)]
+        # Consecutive runs of at most so many members, with lengths as equal as possible.
+        parts = np.array_split(group, math.ceil(len(group) / width))
+        return [self.arranged(f"{name}.{number}", part.tolist()) for number, part in enumerate(parts)]
 
     def _width(self, whole: FusedModule, optimizer: FusedOptimizer, group: Sequence[int]) -> int:
         """Return the number of members to fuse: the fastest of B, B/2, B/4, ...; the widest if equal.
@@ -274,18 +276,6 @@ class TaskPlanner:
                 "eval_loader with smaller minibatches, or more memory"
             )
         return plan
-
-
-def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
-    """Split ``items`` into consecutive runs of at most ``width`` items, with lengths as equal as possible.
-
-    >>> batched_evenly(range(5), 3)
-    [(0, 1, 2), (3, 4)]
-    """
-    count = math.ceil(len(items) / width)
-    small, large = divmod(len(items), count)
-    ends = [small * (index + 1) + min(index + 1, large) for index in range(count)]
-    return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 @lru_cache(256)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -20,23 +19,12 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
 from hfusion.schedule.plan import TaskPlan
 from hfusion.tasks.arrange import Arrangement
-from hfusion.tasks.array_log import ArrayNote
-from hfusion.tasks.minibatch_border import Border
+from hfusion.tasks.minibatch_border import Border, KeptMembers
 from hfusion.tasks.reading import Position
-from hfusion.tasks.stopping import KeptMembers
+from hfusion.tasks.training_report import ArrayNote
 
 # Number of saves of an array that are kept in its folder.
 _KEEP = 3
-
-
-def check_every(every: int | None) -> None:
-    """Raise CheckpointError unless ``every`` is None or a positive number."""
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
-
-
-def _names(arrangement: Arrangement) -> list[str]:
-    return [f"member {member}" for member in arrangement.members]
 
 
 def check_folder(root: Path, names: Sequence[str], *, resume: bool, task: str | None = None) -> None:
@@ -79,82 +67,75 @@ def _is_of(array: str, name: str) -> bool:
     return array.startswith(name) and re.fullmatch(r"(\.\d+)*", array.removeprefix(name)) is not None
 
 
-class Checkpoints:
-    """Saves arrays between minibatches, and loads what was saved.
+class ArraySaves:
+    """Saves an array between minibatches, and loads what was saved.
 
-    `save` copies the tensors in the calling thread. Other threads write the copies.
+    `save` copies the tensors in the calling thread. Another thread writes the copies.
 
     Args:
         root: the folder of the run, with a folder for each array.
-        most: for each array, how many minibatches may be lost.
-        threads: how many saves may be written at the same time.
-        listen: called before an array is copied, and by the writing thread when the save is on the disk.
+        most: how many minibatches may be lost.
+        threads: write the copies.
+        listen: called before the array is copied, and by the writing thread when the save is on the disk.
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str],
-        arrays: Sequence[Arrangement],
-        most: Sequence[int],
-        threads: int,
-        listen: Callable[[int, ArrayNote], None],
+        self, root: Path, setup: Arrangement, most: int, threads: Executor, listen: Callable[[ArrayNote], None]
     ) -> None:
-        self._root, self._arrays, self._most, self._listen = Path(root), arrays, most, listen
-        self._writes: list[Future[None] | None] = [None] * len(arrays)
-        # For each array, the minibatches of the last save known to be on the disk, and of the last copy.
-        self._safe, self._copied = [0] * len(arrays), [0] * len(arrays)
-        self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
+        self._folder, self._setup = root / file_name(setup.plan.name), setup
+        self._names = [f"member {member}" for member in setup.members]
+        self._most, self._threads, self._listen = most, threads, listen
+        # The save that is being written, and the minibatches of the last one known to be on the disk.
+        self._write: Future[int] | None = None
+        self._safe = 0
 
-    def load(
-        self, index: int, plan: TaskPlan, scheduler: LRScheduler | None, kept: KeptMembers
-    ) -> Mapping[str, Any] | None:
-        """Load the last save of an array into its module, optimizer, scheduler and best weights. Return the rest.
+    def load(self, plan: TaskPlan, scheduler: LRScheduler | None, kept: KeptMembers) -> Mapping[str, Any] | None:
+        """Load the last save of the array into its module, optimizer, scheduler and best weights. Return the rest.
 
         Returns None if there is no save.
 
         Raises:
             CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
         """
-        arrangement = self._arrays[index]
-        folder = self._root / file_name(arrangement.plan.name)
+        setup = self._setup
         # Remove leftovers now: an array that has already ended is not saved again.
-        files.clean(folder)
-        if not files.saves(folder):
+        files.clean(self._folder)
+        if not files.saves(self._folder):
             return None
-        reader = SaveReader.of([files.read(folder)], None)
+        reader = SaveReader.of([files.read(self._folder)], None)
         with files.wrap_load_errors(reader.path):
             saved = reader.value("task")
             if not isinstance(saved, dict):
                 raise CheckpointError(f"{reader.path} was not saved by hf.train: load it by hf.load")
-            expected = {"name": arrangement.task.name, "members": _names(arrangement), **_shape(plan)}
+            expected = {"name": setup.task.name, "members": self._names, **_shape(plan)}
             actual = {"name": saved["name"], "members": reader.tags, **saved["shape"]}
             for field, value in expected.items():
                 if actual[field] != value:
                     raise CheckpointError(
                         f"{reader.path}: {field} was {actual[field]!r} when it was saved, and is {value!r} in the task "
-                        f"{arrangement.task.name!r}: give the task as it was, or a new folder"
+                        f"{setup.task.name!r}: give the task as it was, or a new folder"
                     )
             if not 0 < saved["steps"] <= plan.steps:
                 raise CheckpointError(
                     f"{reader.path} was saved after {saved['steps']} minibatches, and the task "
-                    f"{arrangement.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
+                    f"{setup.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
                 )
             if saved["evaluations"] is not None:
                 kept.load_best(saved["best"], reader.path)
-            writes = [reader.module(arrangement.array), reader.optimizer(arrangement.optimizer)]
+            writes = [reader.module(setup.array), reader.optimizer(setup.optimizer)]
             if scheduler is not None:
                 writes.append(reader.scheduler(scheduler))
             elif reader.agreed("schedule") is not None:
                 raise CheckpointError(
-                    f"{reader.path} was saved with a scheduler, and the task {arrangement.task.name!r} has none: give "
+                    f"{reader.path} was saved with a scheduler, and the task {setup.task.name!r} has none: give "
                     "it that scheduler, or a new folder"
                 )
             for write in writes:
                 write()
-        self._safe[index] = saved["steps"]
+        self._safe = saved["steps"]
         return saved
 
-    def bound(self, index: int, steps: int) -> None:
+    def bound(self, steps: int) -> None:
         """Wait for the save being written if a crash during the next minibatch could otherwise cost too much.
 
         Args:
@@ -163,56 +144,49 @@ class Checkpoints:
         Raises:
             CheckpointError: see `save`.
         """
-        if steps + 1 - self._safe[index] > self._most[index]:
-            self._wait(index)
+        if steps + 1 - self._safe > self._most:
+            self._wait()
 
-    def save(self, index: int, border: Border) -> None:
-        """Save an array between units. At the end of its training, wait until the save is on the disk.
+    def save(self, border: Border) -> None:
+        """Save the array between units. At the end of its training, wait until the save is on the disk.
 
         Raises:
             CheckpointError: this save or the previous one could not be written. Earlier saves remain.
         """
         border.arrive()
         steps = len(border.training.losses)
-        arrangement = self._arrays[index]
         # Wait for the previous save, so that there is only one copy at a time.
-        self._wait(index)
-        self._listen(index, ArrayNote("copied", steps))
-        writer = SaveWriter(range(len(arrangement.members)), {"members": _names(arrangement)}, {})
-        writer.module(arrangement.array)
-        writer.optimizer(arrangement.optimizer)
+        self._wait()
+        self._listen(ArrayNote("copied", steps))
+        writer = SaveWriter(range(len(self._names)), {"members": self._names}, {})
+        writer.module(self._setup.array)
+        writer.optimizer(self._setup.optimizer)
         border.kept.write_stopped({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
         if border.scheduler is not None:
             writer.scheduler(border.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
-        self._writes[index] = self._threads.submit(self._write, index, writer, steps)
-        self._copied[index] = steps
+        self._write = self._threads.submit(self._written, writer, steps)
         if border.training.over or steps == border.plan.steps:
-            self._wait(index)
+            self._wait()
         else:
-            self.bound(index, steps)
+            self.bound(steps)
 
-    def _write(self, index: int, writer: SaveWriter, steps: int) -> None:
-        folder = self._root / file_name(self._arrays[index].plan.name)
-        files.write(folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
-        self._listen(index, ArrayNote("saved", steps))
+    def _written(self, writer: SaveWriter, steps: int) -> int:
+        """Write a copy, and return its minibatches."""
+        files.write(self._folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
+        self._listen(ArrayNote("saved", steps))
+        return steps
 
-    def _wait(self, index: int) -> None:
-        """Wait until the last copy of an array is written. Raises CheckpointError if that failed."""
-        write, self._writes[index] = self._writes[index], None
+    def _wait(self) -> None:
+        """Wait until the last copy is written. Raises CheckpointError if that failed."""
+        write, self._write = self._write, None
         if write is not None:
-            write.result()
-            self._safe[index] = self._copied[index]
-
-    def close(self) -> None:
-        """Wait until all copies are written, and end the threads."""
-        self._threads.shutdown()
+            self._safe = write.result()
 
 
 def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:
     """Return the properties of a plan that minibatch borders depend on."""
-    names = ("epoch", "accumulate", "clipped", "evaluated")
-    return {name: getattr(plan, name) for name in names}
+    return {name: getattr(plan, name) for name in ("epoch", "accumulate", "clipped", "evaluated")}
 
 
 def _progress(border: Border) -> dict[str, Any]:
@@ -234,7 +208,7 @@ def _progress(border: Border) -> dict[str, Any]:
 
 
 def resume(saved: Mapping[str, Any], border: Border) -> None:
-    """Continue an array that has not started from the result of `Checkpoints.load`."""
+    """Continue an array that has not started from the result of `ArraySaves.load`."""
     training = border.training
     training.losses.extend(saved["losses"].unbind())
     if saved["evaluations"] is not None:

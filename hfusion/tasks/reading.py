@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -69,6 +69,17 @@ def generators(loader: Any) -> list[torch.Generator]:
     parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     sources = [getattr(part, "generator", None) for part in parts]
     return list({id(generator): generator for generator in sources if isinstance(generator, torch.Generator)}.values())
+
+
+def generator_states(loader: Any) -> list[Tensor]:
+    """Return the states of a loader's `generators`."""
+    return [generator.get_state() for generator in generators(loader)]
+
+
+def set_generators(loader: Any, states: Sequence[Tensor]) -> None:
+    """Set a loader's `generators` to earlier states."""
+    for generator, state in zip(generators(loader), states, strict=True):
+        generator.set_state(state)
 
 
 class Reader(Generic[T]):
@@ -170,12 +181,11 @@ def length(loader: Iterable[Any]) -> int:
 @contextmanager
 def generators_kept(loader: Any) -> Iterator[None]:
     """Context manager: restore the generators that a DataLoader and its samplers draw from."""
-    states = [(generator, generator.get_state()) for generator in generators(loader)]
+    states = generator_states(loader)
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        set_generators(loader, states)
 
 
 # The position in a loader, and how another process continues from it.
@@ -202,26 +212,15 @@ class Position:
     state: Any
 
     @staticmethod
-    def unread(loader: Any) -> Position:
-        """Return the position before the first epoch. The loader's generators may already be seeded."""
-        states = [generator.get_state() for generator in generators(loader)]
-        return Position(0, 0, None, states, states, None)
-
-    @staticmethod
-    def at_epoch_start(epoch: int, loader: Iterable[Any]) -> Position:
-        """Return the position at the start of an epoch."""
-        states = [generator.get_state() for generator in generators(loader)]
-        return Position(epoch, 0, torch.get_rng_state(), states, states, None)
+    def at_start(epoch: int, random: Tensor | None, loader: Any) -> Position:
+        """Return the position at the start of an epoch. The loader's generators may already be seeded."""
+        states = generator_states(loader)
+        return Position(epoch, 0, random, states, states, None)
 
     def at(self, count: int, loader: Any) -> Position:
         """Return the position after ``count`` minibatches of this epoch."""
         state = loader.state_dict() if _has_state_dict(loader) else None
-        return replace(self, given=count, own=[generator.get_state() for generator in generators(loader)], state=state)
-
-    def restore(self, loader: Any) -> None:
-        """Set the loader's generators to their states at this position."""
-        for generator, state in zip(generators(loader), self.own, strict=True):
-            generator.set_state(state)
+        return replace(self, given=count, own=generator_states(loader), state=state)
 
 
 def _has_state_dict(loader: Any) -> bool:
@@ -238,8 +237,7 @@ def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
     present = torch.get_rng_state()
     assert position.random is not None
     torch.set_rng_state(position.random)
-    for generator, state in zip(generators(loader), position.begun, strict=True):
-        generator.set_state(state)
+    set_generators(loader, position.begun)
     has_state = position.state is not None and _has_state_dict(loader)
     if has_state:
         loader.load_state_dict(position.state)
@@ -247,5 +245,5 @@ def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
         for _ in range(0 if has_state else position.given):
             next(minibatches, None)
         torch.set_rng_state(present)
-        position.restore(loader)
+        set_generators(loader, position.own)
         yield minibatches

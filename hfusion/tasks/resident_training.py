@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from hfusion.runtime.task_state import Move
 from hfusion.runtime.training import Gate, Training
 from hfusion.schedule.engine import Slices
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
-from hfusion.schedule.timeline import Span
 from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import train_step
 from hfusion.tasks.arrange import Arrangement
@@ -75,7 +74,8 @@ class ResidentTraining(Training):
     def __init__(self, *args: Any, arrangement: Arrangement, slices: Slices, eager: str) -> None:
         super().__init__(*args)
         self.slices, self.scheduled = slices, slices.scheduled
-        self._first = 0
+        # Minibatches that earlier runs have trained.
+        self.first = 0
         self._queue = LossQueue()
         self._trained = {name: self.state.parameter(name) for name in self.state.shards[0].trained}
         self._params = [self.state.parameter(name) for name in self.state.shards[0].all]
@@ -84,25 +84,16 @@ class ResidentTraining(Training):
         compile = False if eager else True if task.compile is None else task.compile
         self.step = train_step(arrangement.array, task.loss, arrangement.optimizer, compile=compile, parts=task.parts)
         self.step.divisor = self.plan.accumulate
-        if task.compile is None:
-            # No warning is needed: the report gives the reason.
-            self.step.tell = lambda call, why: None
-        else:
-            self.step.tell = partial(_warn, self.plan.name)
+        # A task that leaves the choice open needs no warning: the report gives the reason.
+        self.step.tell = partial(_warn, self.plan.name) if task.compile is not None else lambda call, why: None
 
     def units_after(self, steps: int) -> int:
-        self._first = steps
+        self.first = steps
         return self.slices.unit_index_after(steps)
 
     def ran(self, unit: Unit) -> None:
         if unit.phase is Phase.EVALUATE:
-            self.ended(unit)
-            if self.plan.saves(unit) and not self.over:
-                self.save()
-
-    def spans(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Yield the spans of slices divided among their minibatches."""
-        return self.slices.spans(spans, self._first, self.minibatches)
+            self._finish(unit)
 
     @property
     def known_calls(self) -> list[str]:
@@ -163,7 +154,10 @@ class ResidentTraining(Training):
                 losses = self.step.run(prepared)
             self.losses += self._queue.put(losses)
             self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
-        self._finish_minibatch(unit)
+        if self.plan.clipped and self.plan.closes(unit.step):
+            self.ended(unit)
+            unit = self.slices.unit(unit.step, Phase.UPDATE)
+        self._finish(unit)
 
     def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
         """Clip all gradients by their norms, in a few kernel launches on their device."""
@@ -171,12 +165,9 @@ class ResidentTraining(Training):
         if nonempty:
             clip_stacks(nonempty, limits)
 
-    def _finish_minibatch(self, unit: Unit) -> None:
-        """Handle the end of a minibatch: callbacks and scheduler steps, and the save if one is due."""
+    def _finish(self, unit: Unit) -> None:
+        """Handle the end of a unit: callbacks and scheduler steps, and the save if one is due."""
         self.ended(unit)
-        if self.plan.clipped and self.plan.closes(unit.step):
-            unit = self.slices.unit(unit.step, Phase.UPDATE)
-            self.ended(unit)
         if self.plan.saves(unit) and not self.over:
             self.save()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from threading import Lock
 from typing import Any
 
@@ -54,15 +53,17 @@ def check_tensors(tasks: Sequence[Task]) -> None:
     written = sorted(
         (*_memory(tensor), writer, name) for writer, task in enumerate(tasks) for name, tensor in _written(task)
     )
-    # For each range, the largest end of it and all ranges before it.
-    ends = list(accumulate((end for _, end, _, _ in written), max))
-    shared = [
-        (overlap[2], other, name, overlap[3])
-        for other, task in enumerate(tasks if written else ())
-        for name, tensor in _reached(task)
-        for overlap in _overlapping(written, ends, tensor)
-        if overlap[2] != other
-    ]
+    shared: list[tuple[int, int, str, str]] = []
+    for other, task in enumerate(tasks if written else ()):
+        for name, tensor in _reached(task):
+            start, end = _memory(tensor)
+            # The last range that begins before this one ends. Of two written ranges that overlap, one finds the other.
+            last = bisect_left(written, (end,)) - 1
+            if start < end and last >= 0 and written[last][1] > start:
+                # Of equal ranges, the first task's.
+                _, _, writer, written_name = written[bisect_left(written, written[last][:2])]
+                if writer != other:
+                    shared.append((writer, other, name, written_name))
     if shared:
         first, second, name, written_name = min(shared, key=lambda pair: pair[:2])
         writer_name, other_name = tasks[first].name, tasks[second].name
@@ -115,26 +116,14 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _overlapping(
-    written: Sequence[tuple[int, int, int, str]], ends: Sequence[int], tensor: Tensor
-) -> Iterator[tuple[int, int, int, str]]:
-    """Yield the written memory ranges that overlap a tensor."""
-    start, end = _memory(tensor)
-    index = bisect_left(written, (end,)) - 1
-    while start < end and index >= 0 and ends[index] > start:
-        if written[index][1] > start:
-            yield written[index]
-        index -= 1
-
-
-def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
-    """Raise PlanError if two arrays, given as a name and loaders each, share an iterator or a random generator.
+def check_loaders(arrays: Sequence[tuple[str, Task]]) -> None:
+    """Raise PlanError if the loaders of two arrays, given by name and task, share an iterator or a random generator.
 
     The order of their reads depends on timing, so neither array would be trained as if alone.
     """
     first: dict[int, tuple[str, object]] = {}
-    for name, loaders in arrays:
-        parts = {id(part): part for part in _parts(loaders)}
+    for name, task in arrays:
+        parts = {id(part): part for loader in (task.loader, task.eval_loader) for part in _parts(loader)}
         for key, part in parts.items():
             if key not in first:
                 continue
@@ -146,10 +135,9 @@ def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
         first |= {key: (name, part) for key, part in parts.items()}
 
 
-def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
-    """Yield the objects that readers of these loaders would share."""
-    for loader in loaders:
-        yield from generators(loader)
-        # Without persistent workers, each iterator of a DataLoader starts its own workers.
-        if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
-            yield loader
+def _parts(loader: Any) -> Iterator[Any]:
+    """Yield the objects that readers of a loader would share."""
+    yield from generators(loader)
+    # Without persistent workers, each iterator of a DataLoader starts its own workers.
+    if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
+        yield loader

@@ -31,7 +31,7 @@ from hfusion.passes.cost.flops import SymbolSizes, concrete
 from hfusion.passes.partition.split_program import input_names, match_cuts, split
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Shard
-from hfusion.tasks.reading import Position, Reader, end_workers, length, reading, rereading
+from hfusion.tasks.reading import Position, Reader, end_workers, length, reading, rereading, set_generators
 from hfusion.tasks.task import Task
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -102,8 +102,6 @@ class Minibatch:
     def key(self) -> Any:
         """A hashable key. Minibatches with equal keys share a recipe."""
         inputs = self.arguments.key, self.arguments.memory_orders
-        if isinstance(self.target, Tensor):
-            return inputs, ((tuple(self.target.shape), self.target.dtype),)
         leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
         tensors = [
             tensor
@@ -181,6 +179,7 @@ def evaluation_parts(
     return compiled, split(compiled.program, match_cuts(compiled.program, names, held))
 
 
+@dataclass(eq=False)
 class Stream:
     """The minibatches of a loader in all epochs, for the array of ``members``.
 
@@ -190,44 +189,36 @@ class Stream:
         turn: held while a minibatch is read. Workers of a DataLoader read from copies, so they need none.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        loader: Iterable[Any],
-        members: Sequence[int],
-        programs: CutPrograms,
-        planned: Shapes,
-        loss: PerModel,
-        devices: Sequence[torch.device],
-        turn: AbstractContextManager[Any],
-    ) -> None:
-        self._task = task
-        self._loader = loader
-        self._members = members
-        self._loss = loss
-        self._programs = programs
-        self._planned = planned
-        self._devices = devices
-        self._pins = any(backend(device).pins for device in devices)
-        self._turn = nullcontext() if getattr(loader, "num_workers", None) else turn
+    task: Task
+    loader: Iterable[Any]
+    members: Sequence[int]
+    programs: CutPrograms
+    planned: Shapes
+    loss: PerModel
+    devices: Sequence[torch.device]
+    turn: AbstractContextManager[Any]
+
+    def __post_init__(self) -> None:
+        self._pins = any(backend(device).pins for device in self.devices)
         self._open: Iterator[Any] | None = None
         self._resumed: Position | None = None
         self._began: Position | None = None
         self._yielded_count = 0
         self._stopped = False
         self._items = self._read()
-        self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
+        self._reader = Reader(self._items, f"{self.task.name} reads", lambda: end_workers(self._open))
         self._recipes: dict[Any, Recipe] = {}
 
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Minibatch:
         """Return the next minibatch. Raises PlanError if an epoch was shorter or longer than the loader's length."""
-        if type(self._loader) in (list, tuple):
+        if type(self.loader) in (list, tuple):
             # A list never waits and draws no random numbers, so reading it here is cheaper than in another thread.
             if self._stopped:
                 raise CancelledError
             minibatch = next(self._items)
         else:
-            minibatch = self._reader.next(self._turn, drawing or nullcontext())
+            turn = nullcontext() if getattr(self.loader, "num_workers", None) else self.turn
+            minibatch = self._reader.next(turn, drawing or nullcontext())
         # Pin once, for all units that copy these tensors.
         return minibatch.mapped(_pinned) if self._pins else minibatch
 
@@ -236,8 +227,8 @@ class Stream:
         """Return the position in the loader. Between minibatches only."""
         if self._began is None:
             # Nothing was read in this run, but maybe in the run that it resumes.
-            return self._resumed or Position.unread(self._loader)
-        return self._began.at(self._yielded_count, self._loader)
+            return self._resumed or Position.at_start(0, None, self.loader)
+        return self._began.at(self._yielded_count, self.loader)
 
     def resume(self, position: Position) -> None:
         """Start reading at ``position``. Call it before the first `next`."""
@@ -261,47 +252,48 @@ class Stream:
 
     def prepare(self, minibatch: Minibatch) -> Recipe:
         """Capture the program, check the loss, and return the recipe. Raises FusionError or PlanError."""
-        for shape, planned in zip(minibatch.shapes, self._planned, strict=False):
+        for shape, planned in zip(minibatch.shapes, self.planned, strict=False):
             if shape[:1] > planned[:1]:
                 raise PlanError(
-                    f"task {self._task.name!r}: a minibatch has {shape[0]} samples, but the plan counts with "
+                    f"task {self.task.name!r}: a minibatch has {shape[0]} samples, but the plan counts with "
                     f"{samples((planned,))}, those of the first minibatch: let the first one of each loader be the "
                     "largest, or give a list of minibatches"
                 )
-        compiled, parts = self._programs(minibatch)
+        compiled, parts = self.programs(minibatch)
         program = compiled.program
-        loss = self._loss.state()
-        key = IdentityRef(program), loss, minibatch.key, tuple(self._devices)
+        loss = self.loss.state()
+        key = IdentityRef(program), loss, minibatch.key, tuple(self.devices)
         if loss is None or key not in _draws_of_losses:
             sizes = symbol_sizes(program, minibatch.shapes)
-            for device in self._devices:
+            for device in self.devices:
                 self._check_loss(program, _examples(program, sizes, device), minibatch.target)
                 # Wait, so that asynchronous errors of the device are raised here and not in a later unit.
                 backend(device).wait()
             if len(_draws_of_losses) == MAX_LOSSES:
                 _draws_of_losses.clear()
-            _draws_of_losses[key] = not self._loss.programs or any(map(_draws, self._loss.programs))
+            _draws_of_losses[key] = not self.loss.programs or any(map(_draws, self.loss.programs))
         recipe = Recipe(
             parts,
             input_names(program),
             compiled.constants,
             lambda outputs, target: self._losses(program, outputs, target),
-            random=_random(compiled) or _draws_of_losses[key],
+            # Members' own code may draw, too.
+            random=bool(compiled.opaque) or _draws(program) or _draws_of_losses[key],
             branching=program.members if compiled.opaque else None,
         )
         self._recipes[minibatch.key] = recipe
         return recipe
 
     def _read(self) -> Generator[Minibatch, None, None]:
-        loader_length = length(self._loader)
+        loader_length = length(self.loader)
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.random is None:
-            resumed.restore(self._loader)
+            set_generators(self.loader, resumed.own)
             resumed = None
-        for epoch in range(0 if resumed is None else resumed.epoch, self._task.epochs):
-            self._began = Position.at_epoch_start(epoch, self._loader) if resumed is None else resumed
+        for epoch in range(0 if resumed is None else resumed.epoch, self.task.epochs):
+            self._began = resumed or Position.at_start(epoch, torch.get_rng_state(), self.loader)
             # Read to the very end, like a plain loop: a loader may draw random numbers there.
-            with reading(self._loader) if resumed is None else rereading(self._loader, resumed) as self._open:
+            with reading(self.loader) if resumed is None else rereading(self.loader, resumed) as self._open:
                 read_count = self._yielded_count = 0 if resumed is None else resumed.given
                 resumed = None
                 for item in self._open:
@@ -309,11 +301,11 @@ class Stream:
                     if read_count > loader_length:
                         break
                     self._yielded_count = read_count
-                    yield Minibatch.of(self._task, item, self._members)
+                    yield Minibatch.of(self.task, item, self.members)
             if read_count != loader_length:
                 count = "more" if read_count > loader_length else str(read_count)
                 raise PlanError(
-                    f"task {self._task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
+                    f"task {self.task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
                     f"is {loader_length}: give one whose length is the number of its minibatches"
                 )
 
@@ -327,23 +319,23 @@ class Stream:
         except Exception as error:
             shapes = ", ".join(str(list(value.shape)) for value in outputs if isinstance(value, Tensor))
             raise PlanError(
-                f"task {self._task.name!r}: the loss failed at its first call, with zeros of shape {shapes} as outputs "
-                f"of {len(self._members)} members: {type(error).__name__}: {error}"
+                f"task {self.task.name!r}: the loss failed at its first call, with zeros of shape {shapes} as outputs "
+                f"of {len(self.members)} members: {type(error).__name__}: {error}"
             ) from error
         if not losses.is_floating_point() or not losses.requires_grad:
             raise PlanError(
-                f"task {self._task.name!r}: the losses, of dtype {losses.dtype}, have no gradient, so nothing would be "
+                f"task {self.task.name!r}: the losses, of dtype {losses.dtype}, have no gradient, so nothing would be "
                 "trained: let the loss compute floating-point numbers from the outputs, without detach() or item()"
             )
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         device = next(leaf.device for leaf in pytree.tree_leaves(list(outputs)) if isinstance(leaf, Tensor))
         value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)
-        losses = self._loss(value, map_tensors(target, lambda tensor: tensor.to(device, non_blocking=True)))
-        if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
+        losses = self.loss(value, map_tensors(target, lambda tensor: tensor.to(device, non_blocking=True)))
+        if not isinstance(losses, Tensor) or losses.shape != (len(self.members),):
             form = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
-                f"task {self._task.name!r}: the losses of {len(self._members)} members have {form}; the loss must "
+                f"task {self.task.name!r}: the losses of {len(self.members)} members have {form}; the loss must "
                 "reduce to one number per member, for example with reduction='mean'"
             )
         return losses
@@ -372,11 +364,6 @@ def _zeros(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device
     stacked = shape if node.meta.get("layout") is Layout.SHARED else (members, *shape)
     zeros = torch.zeros(stacked, dtype=example.dtype, device=device)
     return zeros.requires_grad_() if example.is_floating_point() or example.is_complex() else zeros
-
-
-def _random(compiled: Compiled) -> bool:
-    """Return whether the program draws random numbers, or runs code that may."""
-    return bool(compiled.opaque) or _draws(compiled.program)
 
 
 def _draws(program: Program) -> bool:

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,19 +30,26 @@ from hfusion.runtime.task_state import SpillFolder, TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine, Slices, TaskFailed
-from hfusion.schedule.plan import Phase, Plan, Unit
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Arrangement
-from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote, TaskBars
-from hfusion.tasks.checkpoints import Checkpoints
+from hfusion.tasks.checkpoints import ArraySaves
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.minibatch_border import Border, all_heard
+from hfusion.tasks.minibatch_border import Border, KeptMembers, OnResult, shared_parameter
 from hfusion.tasks.resident_training import ResidentTraining, eager_reason, eagerly
 from hfusion.tasks.source import CutPrograms, Minibatch, Stream, evaluation_parts, training_programs
-from hfusion.tasks.stopping import KeptMembers, OnResult, shared_parameter
 from hfusion.tasks.task import Task, seed_of
-from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, joined
+from hfusion.tasks.training_report import (
+    ArrayEvent,
+    ArrayListener,
+    ArrayNote,
+    ArrayReport,
+    Report,
+    TaskBars,
+    TaskReport,
+    joined,
+)
 
 
 class TrainError(HFusionError):
@@ -124,7 +132,7 @@ class _TrainRun:
     ) -> None:
         self.arrangements, self.plan, self._on_result, self._listen = arrangements, plan, on_result, listen
         self._stack = stack
-        self._saves: Checkpoints | None = None
+        self._saves: list[ArraySaves] = []
         # The device of each array that has begun.
         self._computing: Mapping[int, str] = {}
         self._asking = Lock()
@@ -141,13 +149,14 @@ class _TrainRun:
 
     def save_to(self, checkpoint: Path, every: int | None) -> None:
         """Save the arrays in a folder, so that a crash costs at most ``every`` minibatches; None: those of an epoch."""
-        most = [every or task.epoch or task.steps for task in self.plan.tasks]
-        self._saves = Checkpoints(checkpoint, self.arrangements, most, len(self.plan.devices), self.note)
-        self._stack.callback(self._saves.close)
-        # Tasks are saved twice per interval, as half of it is trained while a save is written.
-        pairs = zip(self.plan.tasks, most, strict=True)
-        tasks = tuple(replace(task, save_every=math.ceil(count / 2)) for task, count in pairs)
-        self.plan = replace(self.plan, tasks=tasks)
+        threads = self._stack.enter_context(ThreadPoolExecutor(len(self.plan.devices), "hfusion checkpoint"))
+        tasks: list[TaskPlan] = []
+        for index, (setup, task) in enumerate(zip(self.arrangements, self.plan.tasks, strict=True)):
+            most = every or task.epoch or task.steps
+            self._saves.append(ArraySaves(checkpoint, setup, most, threads, partial(self.note, index)))
+            # Tasks are saved twice per interval, as half of it is trained while a save is written.
+            tasks.append(replace(task, save_every=math.ceil(most / 2)))
+        self.plan = replace(self.plan, tasks=tuple(tasks))
 
     def prepare(self) -> None:
         """Capture the arrays and allocate their tensors, or load their saves."""
@@ -206,7 +215,7 @@ class _TrainRun:
             makes = scheduler if callable(scheduler) else [scheduler[member] for member in setup.members]
             scheduler = PerMember(setup.optimizer, makes)
         kept = KeptMembers(setup)
-        saved = None if self._saves is None else self._saves.load(index, plan, scheduler, kept)
+        saved = self._saves[index].load(plan, scheduler, kept) if self._saves else None
         # Gradients from before the run do not belong to it.
         setup.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
@@ -258,10 +267,16 @@ class _TrainRun:
         scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
         engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)
         try:
-            with all_heard(self.borders), worker:
+            with worker:
                 engine.run()
-        except TaskFailed as failed:
+        except BaseException as failed:
+            # Callbacks get the losses of all minibatches that have ended.
+            for border in self.borders:
+                with suppress(Exception):
+                    border.arrive()
             cause = failed.__cause__
+            if not isinstance(failed, TaskFailed):
+                raise
             if cause is not None and not isinstance(cause, Exception):
                 # For example KeyboardInterrupt: the process ends, and no task has failed.
                 raise cause from None
@@ -276,18 +291,17 @@ class _TrainRun:
     def _unit_ended(self, bars: TaskBars | None, index: int, unit: Unit) -> None:
         """Handle the end of a unit, and save arrays that have stopped."""
         border = self.borders[index]
-        if self._saves is not None and border.plan.trained(unit):
-            self._saves.bound(index, unit.step + 1)
+        if self._saves and border.plan.trained(unit):
+            self._saves[index].bound(unit.step + 1)
         border.ended(unit)
         over = border.training.over
         if bars is not None and (over or (unit.phase is Phase.BACKWARD and unit.shard == 0)):
             bars.reach(index, border.training.minibatches, over=over)
-        if over and self._saves is not None:
+        if over and self._saves:
             self._save(index)
 
     def _save(self, index: int) -> None:
-        assert self._saves is not None
-        self._saves.save(index, self.borders[index])
+        self._saves[index].save(self.borders[index])
         self._note_end(self.borders[index])
 
     def _timeline(self, engine: Engine) -> Timeline:
@@ -296,8 +310,8 @@ class _TrainRun:
         whole, actions, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
         for span in whole.actions:
             (slices[span.task] if span.task in sliced else actions).append(span)
-        for name, sliced_training in sliced.items():
-            actions += sliced_training.spans(slices[name])
+        for name, resident in sliced.items():
+            actions += resident.slices.spans(slices[name], resident.first, resident.minibatches)
         actions.sort(key=lambda span: span.start)
         return replace(whole, actions=tuple(actions))
 
@@ -312,8 +326,8 @@ class _TrainRun:
         }
         return Report(tasks, self.plan, self._timeline(engine), engine.peak)
 
-    def _part(self, index: int) -> tuple[tuple[int, ...], TaskReport]:
-        """Return the members and the results of an array."""
+    def _part(self, index: int) -> TaskReport:
+        """Return the results of an array."""
         setup, border = self.arrangements[index], self.borders[index]
         task, plan, training = setup.task, border.plan, border.training
         calls = training.step.report().rows if isinstance(training, ResidentTraining) and training.compiled else ()
@@ -322,7 +336,7 @@ class _TrainRun:
         if task.eval_loader is not None:
             rows = torch.stack([losses[0], *training.evaluations])[1:].to(losses.dtype)
             evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
-        return setup.members, TaskReport(
+        return TaskReport(
             losses,
             evaluated,
             border.kept.steps,

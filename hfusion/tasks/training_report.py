@@ -1,19 +1,31 @@
-"""Results of `hfusion.train`, printed on one screen of 24 lines and 100 columns."""
+"""What a run of `hfusion.train` reports: results, printed on 24 lines of 100 columns; events, their log, and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
+from threading import Lock
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
+from hfusion.core.event_log import EventLog
 from hfusion.core.text import aligned, readable
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
 from hfusion.step.step_signatures import CallReport
+from hfusion.tasks.task import Evaluation, Step, Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME, _MAX_ARRAYS = 100, 18, 3, 24, 3
 
@@ -187,10 +199,10 @@ def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
     return [*rows[: _MAX_ROWS - 1 - last], left_out, *rows[-last:]]
 
 
-def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
-    """Merge the reports of a task's arrays, each given with its members in the order of its columns."""
-    reports = [report for _, report in parts]
-    order = torch.tensor([member for members, _ in parts for member in members], device="cpu").argsort()
+def joined(reports: Sequence[TaskReport]) -> TaskReport:
+    """Merge the reports of a task's arrays. Their columns are in the order of each one's members."""
+    arrays = tuple(array for report in reports for array in report._arrays)
+    order = torch.tensor([member for members, _ in arrays for member in members], device="cpu").argsort()
 
     def in_order(columns: Sequence[Tensor]) -> Tensor:
         """Return values ``[rows, ..., B]`` in member order; NaN after the end of a shorter array."""
@@ -205,7 +217,169 @@ def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
         in_order(evaluations) if evaluations else None,
         dict(sorted((member, steps) for report in reports for member, steps in report.stopped.items())),
         torch.cat([report.rates for report in reports])[order],
-        tuple(array for report in reports for array in report._arrays),
+        arrays,
         tuple(array for report in reports for array in report.arrays),
         torch.cat(epochs)[order] if epochs else None,
     )
+
+
+# Events of arrays, and their log.
+
+# Seconds between lines that only tell that an array goes on; an epoch has a line of its own.
+_PAUSE = 5.0
+# Members whose losses are all in a line.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class ArrayNote:
+    """An event of an array other than its results.
+
+    Attributes:
+        event: started, resumed, copied (before a save is written), saved, stopped, finished, failed or lost.
+        minibatches: how many it had been trained on.
+        members: those that have stopped.
+        error: the first line of one.
+    """
+
+    event: str
+    minibatches: int | None
+    members: tuple[int, ...] = ()
+    error: str | None = None
+
+
+ArrayEvent: TypeAlias = Step | Evaluation | ArrayNote
+# Called with the index of an array, the event, and the device if there is one; from threads of devices and of saves.
+ArrayListener: TypeAlias = Callable[[int, ArrayEvent, str | None], None]
+
+
+@dataclass
+class _Logged:
+    """What the log has of an array: how many minibatches it was trained on, when that was written, who has stopped."""
+
+    trained: int = 0
+    at: float = -math.inf
+    stopped: set[int] = field(default_factory=set)
+
+
+class ArrayLogs:
+    """Writes the events of arrays to their logs."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._arrays: dict[str, _Logged] = defaultdict(_Logged)
+
+    def hear(
+        self, name: str, task: Task, members: Sequence[int], event: ArrayEvent, location: Mapping[str, object]
+    ) -> None:
+        """Write an event of the array ``name`` of a task. ``location``: fields for the device, node and process."""
+        if not self._log.writes or (isinstance(event, ArrayNote) and event.event == "copied"):
+            return
+        array, values = self._arrays[name], {}
+        if isinstance(event, ArrayNote):
+            array.stopped.update(event.members)
+            what, done = event.event, array.trained if event.minibatches is None else event.minibatches
+            values["error"] = event.error
+        elif isinstance(event, Step):
+            what, done = "trained", event.epoch * task.epoch + event.step + 1
+            now = time.monotonic()
+            if done % task.epoch and now - array.at <= _PAUSE:
+                return
+            array.trained, array.at = done, now
+            values["loss"] = _losses_text(event.losses)
+        else:
+            what, done = "evaluated", (event.epoch + 1) * task.epoch
+            values["loss"] = _losses_text(event.losses.mean(0))
+        counts = {
+            "epoch": f"{done // task.epoch}/{task.epochs}",
+            "minibatch": f"{done}/{task.steps}",
+            "members": f"{len(members) - len(array.stopped)}/{len(members)}",
+        }
+        self._log.array(name, what, {**location, **counts, **values})
+
+
+def _losses_text(losses: Tensor) -> str:
+    """Format the loss of each member, or for many members the least, the greatest and the median.
+
+    >>> import torch
+    >>> _losses_text(torch.tensor([0.25, 0.5])), _losses_text(torch.arange(9.0))
+    ('0.25 0.5', '0 to 8, median 4')
+    """
+    values = [float(value) for value in losses.tolist()]
+    if len(values) <= _SHOWN:
+        return " ".join(f"{value:.4g}" for value in values)
+    numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+    return f"{min(numbers):.4g} to {max(numbers):.4g}, median {median(numbers):.4g}"
+
+
+# Progress of a run: a bar for each task, or a few lines where output cannot be redrawn.
+
+# More bars than this fit no screen.
+_MAX_BARS = 12
+# Minimum seconds between two redraws.
+_REDRAW = 0.1
+
+
+class TaskBars:
+    """Progress in a terminal: a bar for each task, or a single one for many tasks. Elsewhere ten lines in all.
+
+    Args:
+        tasks: the name and the number of minibatches of each task.
+        begun: how many of them were trained before.
+    """
+
+    def __init__(self, tasks: Sequence[tuple[str, int]], begun: Sequence[int], console: Console | None = None) -> None:
+        # Imported late: only progress bars need it.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console() if console is None else console
+        self._names, self._totals = [name for name, _ in tasks], [steps for _, steps in tasks]
+        self._done, self._start, self._lock = [*begun], perf_counter(), Lock()
+        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal and not self._console.is_jupyter
+        # Task names are not read as markup. No auto_refresh: rich does not wait for its drawing thread at the end.
+        text = TextColumn("{task.description}", markup=False)
+        columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=self._console, auto_refresh=False, disable=not self._draws)
+        rows = [(name, total, done) for (name, total), done in zip(tasks, begun, strict=True)]
+        if len(tasks) > _MAX_BARS:
+            rows = [(f"{len(tasks)} tasks", sum(self._totals), sum(begun))]
+        self._rows = [self._bars.add_task(name, total=total, completed=done) for name, total, done in rows]
+        self._drawn, self._tenth = perf_counter(), self._tenths()
+
+    def __enter__(self) -> TaskBars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bars.refresh()
+        self._bars.stop()
+
+    def _tenths(self) -> int:
+        return 10 * sum(self._done) // max(1, sum(self._totals))
+
+    def reach(self, index: int, steps: int, *, over: bool = False) -> None:
+        """Set a task to ``steps`` minibatches; fewer than before if it restarted from a checkpoint.
+
+        ``over``: it ends there.
+        """
+        with self._lock:
+            self._done[index] = steps
+            if over:
+                self._totals[index] = steps
+            if self._draws:
+                self._draw(index)
+            elif self._tenths() > self._tenth:
+                self._tenth = self._tenths()
+                shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
+                seconds = perf_counter() - self._start
+                line = f"{sum(self._done)}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _draw(self, index: int) -> None:
+        alone = len(self._rows) == len(self._names)
+        done, total = (counts[index] if alone else sum(counts) for counts in (self._done, self._totals))
+        self._bars.update(self._rows[index if alone else 0], completed=done, total=total)
+        if perf_counter() - self._drawn > _REDRAW:
+            self._bars.refresh()
+            self._drawn = perf_counter()
