@@ -7,7 +7,6 @@ freed, and when this process ends, for whatever reason.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -18,8 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,19 +38,8 @@ from hfusion.torch_private.inductor_patches import changed_values, under_values
 _PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True, eq=False)
-class CompileRequest:
-    """A request to compile a program. ``content`` holds plain values only, see `read_request`."""
-
-    content: Mapping[str, Any]
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
-
-
-def write_request(source: StepSource, autocast: Any) -> CompileRequest | None:
-    """Return the request for the program of ``source``; None if it cannot be written as plain values.
+def write_request(source: StepSource, autocast: Any) -> str | None:
+    """Return the request for the program of ``source`` as JSON; None if it cannot be written as plain values.
 
     ``autocast``: the active autocast.
     """
@@ -61,30 +48,36 @@ def write_request(source: StepSource, autocast: Any) -> CompileRequest | None:
     def written(bound: BoundProgram) -> dict[str, Any]:
         return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.locations]}
 
+    inductor = changed_values()
     try:
-        return CompileRequest(
-            {
-                "forward": written(source.forward),
-                "loss": written(source.loss),
-                "tensors": list(map(_write_leaf, source.values)),
-                "inputs": list(map(_write_leaf, source.call.inputs.leaves)),
-                "target": list(map(_write_leaf, source.call.target.leaves)),
-                "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
-                "settings": {name: read() for name, (read, _) in _SETTINGS.items()},
-                "inductor": _inductor_settings(),
-            }
-        )
+        for name, value in inductor.items():
+            items = value if isinstance(value, (list, tuple)) else [value]
+            if not all(type(item) in _PLAIN for item in items):
+                # Such as a pass of the user's own.
+                raise Unwritable(f"the setting {name} of Inductor is {value!r:.80}")
+        content = {
+            "forward": written(source.forward),
+            "loss": written(source.loss),
+            "tensors": list(map(_write_leaf, source.values)),
+            "inputs": list(map(_write_leaf, source.call.inputs.leaves)),
+            "target": list(map(_write_leaf, source.call.target.leaves)),
+            "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
+            "settings": {name: read() for name, (read, _) in _SETTINGS.items()},
+            "inductor": inductor,
+        }
     except Unwritable:
         return None
+    return json.dumps(content, sort_keys=True)
 
 
 @contextmanager
-def read_request(content: Mapping[str, Any]) -> Iterator[StepSource]:
+def read_request(request: str) -> Iterator[StepSource]:
     """Context manager: apply the settings of the request, and return its source, with tensors of zeros.
 
     Settings of torch stay as they are afterwards. Raises the errors of
     `hfusion.compiler.serialized_program.read_compiled`.
     """
+    content = json.loads(request)
     for name, value in content["settings"].items():
         _SETTINGS[name][1](value)
     tensors = {str(index): _read_leaf(written) for index, written in enumerate(content["tensors"])}
@@ -148,19 +141,6 @@ _SETTINGS: Mapping[str, tuple[Any, Any]] = {
 }
 
 
-def _inductor_settings() -> dict[str, Any]:
-    """Return the settings of Inductor that differ from torch's defaults, by name.
-
-    Raises Unwritable if one is no plain value, such as a pass of the user's own.
-    """
-    changed = changed_values()
-    for name, value in changed.items():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if not all(type(item) in _PLAIN for item in items):
-            raise Unwritable(f"the setting {name} of Inductor is {value!r:.80}")
-    return changed
-
-
 # The process that compiles.
 
 # The lowest priority: it only uses core time that training leaves. At 5 it displaced one OpenMP thread, for which the
@@ -184,7 +164,7 @@ class BackgroundJob:
     Raises OSError if no process can be started.
     """
 
-    def __init__(self, requests: Sequence[CompileRequest], folder: Path, call: StepCall, owner: object) -> None:
+    def __init__(self, requests: Sequence[str], folder: Path, call: StepCall, owner: object) -> None:
         self.call = call
         path = [str(Path(__file__).parents[2]), *sys.path]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -200,7 +180,7 @@ class BackgroundJob:
         )
         self.cancel = weakref.finalize(owner, _end, self._process, self._log, os.getpid())
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([request.content for request in requests]).encode() + b"\n")
+        self._process.stdin.write(json.dumps(requests).encode() + b"\n")
         self._process.stdin.flush()
 
     def ready(self) -> bool:
@@ -243,8 +223,8 @@ def main(content: bytes, folder: str) -> NoReturn:
 
     why = ""
     try:
-        for request in map(CompileRequest, json.loads(content)):
-            with read_request(request.content) as source:
+        for request in json.loads(content):
+            with read_request(request) as source:
                 result = compile_program(source)
             if not program_cache.keep(request, result, Path(folder)):
                 why = "what inductor made of it cannot be handed over"

@@ -6,16 +6,19 @@ so the comparison is kept in the user's cache folder and is final for later proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
 from hfusion.device.cache import cache_folder
+from hfusion.device.team import torch_threads
 from hfusion.step import program_cache
-from hfusion.step.compile_request import BackgroundJob, CompileRequest, error_text, write_request
-from hfusion.step.compiled_step import StepBlocks, StepProgram, Unprofitable, compile_program
+from hfusion.step.compile_request import BackgroundJob, error_text, write_request
+from hfusion.step.compiled_step import BlocksStep, StepBlocks, Unprofitable, compile_program
 from hfusion.step.parallel_blocks import BlockPartition
 from hfusion.step.program_cache import BlockProgram, NoProgram
 from hfusion.step.step_graph import ProgramMismatch, StepCall, StepSource
@@ -33,18 +36,14 @@ class ProgramMaker:
 
     Args:
         compile, parts: the arguments of `hfusion.train_step`.
-        variants_by_kind: the variants of the step.
     """
 
-    def __init__(
-        self, compile: bool | None, parts: int | str, variants_by_kind: Mapping[Any, list[StepVariant]]
-    ) -> None:
+    def __init__(self, compile: bool | None, parts: int | str) -> None:
         self.compile, self.parts = compile, parts
         # How many programs were compiled for this step.
         self.count = 0
         # The programs of this step by their requests, for arrays with other numbers of members, too.
         self._programs: dict[str, BlockProgram | NoProgram] = {}
-        self._variants_by_kind = variants_by_kind
 
     def prepare(self, variant: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
         """Advance ``variant`` before a step: find, request, compile or take its program, or note why there is none.
@@ -52,15 +51,20 @@ class ProgramMaker:
         ``size``: members that one call of the program computes; None for all. Raises ProgramMismatch if the captured
         programs do not hold for the sizes of ``call``.
         """
-        if self._take_fitting(variant, call):
-            return
-        if variant.job is not None:
-            if self.compile or variant.job.ready():
-                self._take(variant, variant.job, size, autocast)
+        if (job := variant.job) is not None:
+            if self.compile or job.ready():
+                variant.job, partition = None, variant.partition
+                why = job.result()
+                if not why:
+                    self._make(variant, job.call, size, autocast, find_only=True)
+                    why = "the compiled program cannot be read"
+                # With another partition, the next call requests other programs.
+                if variant.program is None and not variant.why and variant.partition is partition:
+                    variant.why = f"its compilation in the background failed: {why}"
             return
         # A program that was compiled before costs nothing, so it is looked for at once.
         due = self.compile or variant.seconds >= PATIENCE
-        if (due or not variant.seconds) and not any(other.job for other in self._like(variant)):
+        if due or not variant.seconds:
             self._make(variant, call, size, autocast, find_only=not due)
 
     def note_seconds(self, variant: StepVariant, seconds: float) -> None:
@@ -75,36 +79,6 @@ class ProgramMaker:
             if trial.key is not None:
                 program_cache.keep_times(trial.key, times)
 
-    def variants(self) -> Iterator[StepVariant]:
-        return (variant for variants in self._variants_by_kind.values() for variant in variants)
-
-    def _like(self, variant: StepVariant) -> Iterator[StepVariant]:
-        """Yield the variants whose program may serve ``variant``, except for the number of samples."""
-        return (other for other in self.variants() if other is not variant and other.like(variant))
-
-    def programs(self) -> list[StepProgram]:
-        return list(dict.fromkeys(variant.program for variant in self.variants() if variant.program is not None))
-
-    def _take_fitting(self, variant: StepVariant, call: StepCall) -> bool:
-        """Reuse a program of calls that differ only in the number of samples, if it is valid for this number."""
-        for other in self._like(variant):
-            if other.program is not None and other.program.fits(call):
-                variant.cancel()
-                variant.program, variant.note = other.program, other.note
-                return True
-        return False
-
-    def _take(self, variant: StepVariant, job: BackgroundJob, size: int | None, autocast: Any) -> None:
-        """Use the program that another process has compiled for ``variant``."""
-        variant.job, partition = None, variant.partition
-        why = job.result()
-        if not why:
-            self._make(variant, job.call, size, autocast, find_only=True)
-            why = "the compiled program cannot be read"
-        # With another partition, the next call requests other programs.
-        if variant.program is None and not variant.why and variant.partition is partition:
-            variant.why = f"its compilation in the background failed: {why}"
-
     def _make(self, variant: StepVariant, call: StepCall, size: int | None, autocast: Any, *, find_only: bool) -> None:
         """Find or compile the program of ``variant``, or let another process compile it.
 
@@ -117,7 +91,8 @@ class ProgramMaker:
         if variant.partition is None:
             variant.partition = BlockPartition.of(self.parts, *variant.sources, size, variant.most)
         try:
-            with variant.partition.set_threads():
+            # Inductor generates code for the current number of threads.
+            with torch_threads(variant.partition.inner) if variant.partition.threads > 1 else nullcontext():
                 blocks = StepBlocks.of(*variant.sources, call, variant.partition.size)
                 requests = [write_request(source, autocast) for source in blocks.sources]
                 on_cpu = all(tensor.is_cpu for tensor in blocks.sources[0].values)
@@ -134,11 +109,19 @@ class ProgramMaker:
             elif refused:
                 variant.why = refused
             elif len(ready) == len(programs):
-                variant.program = variant.partition.applied(blocks.step(ready, variant.tensor_refs))
+                params = [(held, name) for held, name in variant.tensor_refs if isinstance(held[name], nn.Parameter)]
+                tensors = blocks.sources[0].tensors
+                whole = BlocksStep(tuple(ready), blocks.kinds, blocks.size, tensors, tuple(params))
+                variant.program = variant.partition.applied(whole)
                 variant.note = f"in one part: {variant.partition.why}" if variant.partition.why else ""
                 if self.compile is None and on_cpu:
-                    digests = [request.digest for request in requests if request is not None]
-                    self._try_out(variant, [*digests, variant.partition.threads] if kept else None)
+                    # Times that were kept decide whether the program is used, else a trial does.
+                    key = [*requests, variant.partition.threads] if kept else None
+                    times = None if key is None else program_cache.find_times(key)
+                    if times is None:
+                        variant.trial = Trial(key)
+                    else:
+                        variant.decide(times)
             elif not find_only:
                 missing = [r for (_, r), program in zip(pairs, programs, strict=True) if r and program is None]
                 self.count += len(missing)
@@ -154,22 +137,14 @@ class ProgramMaker:
             # Only tracing and compiling can fail here: errors of the user's code were raised as the call ran eagerly.
             variant.why = f"compilation failed: {error_text(error)}"
 
-    def _try_out(self, variant: StepVariant, key: Sequence[Any] | None) -> None:
-        """Decide by the times kept under ``key``, if there are any, else by a trial, whether the program is used."""
-        times = None if key is None else program_cache.find_times(key)
-        if times is None:
-            variant.trial = Trial(key)
-        else:
-            variant.decide(times)
-
     def _program(
-        self, source: StepSource, request: CompileRequest | None, *, kept: bool, here: bool
+        self, source: StepSource, request: str | None, *, kept: bool, here: bool
     ) -> BlockProgram | NoProgram | None:
         """Return the program of ``source``; None if there is none yet, and it is not to be compiled ``here``.
 
         ``kept``: whether programs are kept on disk.
         """
-        program = None if request is None else self._programs.get(request.digest)
+        program = None if request is None else self._programs.get(request)
         if program is None and request is not None and kept:
             with tracing:
                 program = program_cache.find(request)
@@ -180,5 +155,5 @@ class ProgramMaker:
             if request is not None and kept:
                 program_cache.keep(request, program)
         if program is not None and request is not None:
-            self._programs[request.digest] = program
+            self._programs[request] = program
         return program

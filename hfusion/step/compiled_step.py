@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from hfusion.capture.dynamic_sizes import recurrent
 from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.compiled_program import BoundProgram, Location
-from hfusion.core.guards import Guards
+from hfusion.core.guards import Guards, open_dims
 from hfusion.core.member_random import draws_random, new_seeds
 from hfusion.core.memory import distance, norm
 from hfusion.core.program import describe_value
@@ -211,11 +211,6 @@ class StepBlocks:
             return StepBlocks.of(forward, loss, call, 1)
         return blocks
 
-    def step(self, programs: Sequence[BlockProgram], places: Sequence[Location]) -> BlocksStep:
-        """Return the step that runs ``programs``. ``places``: the array's tensors."""
-        params = tuple((holder, name) for holder, name in places if isinstance(holder[name], torch.nn.Parameter))
-        return BlocksStep(tuple(programs), self.kinds, self.size, self.sources[0].tensors, params)
-
 
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
     """Return the reason against programs for blocks of ``size`` members; empty if there is none."""
@@ -241,7 +236,7 @@ def compile_program(source: StepSource) -> BlockProgram | NoProgram:
     if why := _not_worth_it(graph, source):
         return NoProgram(why)
     run = build(graph, source.values, source.call.batch())
-    return BlockProgram(run, graph.trained, graph.operators, Guards(graph.batch), graph.seeded)
+    return BlockProgram(run, graph.trained, graph.operators, Guards(graph.batch), bool(graph.seeds))
 
 
 def _not_worth_it(graph: StepGraph, source: StepSource) -> str:
@@ -249,7 +244,7 @@ def _not_worth_it(graph: StepGraph, source: StepSource) -> str:
     call, dynamic_dims = source.call, captured_dims(source.forward, source.loss, source.call)
     # If only the target's sizes vary, the other sizes may come from other arrays that use the same loss.
     if any(dims - {0} for dims in dynamic_dims[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
-        rows = zip(dynamic_dims, call.stacked, graph.dims, call.batch(), strict=True)
+        rows = zip(dynamic_dims, call.stacked, map(open_dims, graph.batch), call.batch(), strict=True)
         specialized = [
             f"dim {dim} of {tensor.dtype} {list(tensor.shape)}"
             for dims, stacked, remaining, tensor in rows
@@ -293,7 +288,7 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
         def fresh() -> list[Tensor]:
             return [tensor.clone() if index in written else tensor for index, tensor in enumerate(tensors)]
 
-        batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.drawn)]
+        batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.seeds)]
         # Programs draw from torch's global generator without the dispatcher, in any thread.
         with random_states_kept():
             results = _results(run, fresh(), batch)
@@ -384,7 +379,8 @@ def disagreement(
     for _ in range(_NEARBY):
         other = nearby()
         moved = {k: max(most, _apart(other[k], expected[k])) for k, most in moved.items()}
-    names = result_names(graph, len(actual))
+    names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
+    names += [f"tensor {k} after it" for k in range(len(actual) - len(names))]
     for k, most in moved.items():
         if not distances[k] <= _AS_MUCH * most:
             kind = describe_value(expected[k], None, 0)
@@ -409,12 +405,6 @@ def _apart(tensor: Tensor, reference: Tensor) -> float:
     if tensor is reference or not (tensor.numel() and torch.isfinite(reference).all()):
         return 0.0
     return distance(tensor, reference)
-
-
-def result_names(graph: StepGraph, count: int) -> list[str]:
-    """Return the names of a step's losses, gradients and written tensors for messages."""
-    names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
-    return [*names, *(f"tensor {k} after it" for k in range(count - len(names)))]
 
 
 def _rounding(value: object) -> float:

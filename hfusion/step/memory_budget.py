@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.program import Program
@@ -80,7 +79,12 @@ class MemoryBudget:
         state = state_bytes(fused, self._optimizer) + self.held
         key = compiled.origin, largest.key, members, state
         if key not in self._plans:
-            self._check_written(compiled)
+            shared = sorted(fused._array.comparison.shared & compiled.written)
+            if shared:
+                raise FusionError(
+                    f"all members of a fused {fused._original} share {shared[0]}, which forward writes to, and "
+                    "memory= computes them in blocks: give each member a tensor of its own, or no memory="
+                )
             kind = largest.loose_key, members
             sizes = symbol_sizes(compiled.program, largest.shapes)
             # Blocks are as even as they can be.
@@ -88,26 +92,15 @@ class MemoryBudget:
             most = self._sizes.get(kind, members)
             peaks = {n: state + block_bytes(compiled.program, n, sizes) for n in even if n <= most}
             if peaks[1] > self.bytes:
-                raise PlanError(self._too_little(state, peaks[1]))
+                raise PlanError(
+                    f"a training step of {members} members of {fused._original} takes an estimated "
+                    f"{readable(peaks[1])} with one member at a time: {readable(state)} for weights, gradients and the "
+                    f"optimizer's state of all, {readable(peaks[1] - state)} for what one member computes. "
+                    f"memory={readable(self.bytes)} is less; give more memory, fewer samples, or fewer members"
+                )
             size = self._sizes[kind] = max(n for n, peak in peaks.items() if peak <= self.bytes)
             self._plans[key] = MemoryPlan(members, size, peaks[size], self.bytes)
         return self._plans[key]
-
-    def _too_little(self, state: int, peak: int) -> str:
-        return (
-            f"a training step of {len(self._fused)} members of {self._fused._original} takes an estimated "
-            f"{readable(peak)} with one member at a time: {readable(state)} for weights, gradients and the optimizer's "
-            f"state of all, {readable(peak - state)} for what one member computes. memory={readable(self.bytes)} is "
-            "less; give more memory, fewer samples, or fewer members"
-        )
-
-    def _check_written(self, compiled: Compiled) -> None:
-        shared = sorted(self._fused._array.comparison.shared & compiled.written)
-        if shared:
-            raise FusionError(
-                f"all members of a fused {self._fused._original} share {shared[0]}, which forward writes to, and "
-                "memory= computes them in blocks: give each member a tensor of its own, or no memory="
-            )
 
 
 def least_bytes(fused: FusedModule, optimizer: Optimizer, inputs: Arguments) -> int:
@@ -130,15 +123,12 @@ def block_bytes(program: Program, size: int, sizes: SymbolSizes) -> int:
     The gradients of the block are included: they exist until they are copied into the gradients of all members.
     A compiled program stores fewer values, and takes less.
     """
-    costs = line(replace(program, members=size), sizes, _rates())
+    # Estimates of bytes do not depend on rates.
+    rates = Rates(**asdict(standard_rates(torch.device("cpu"))), load=1.0, evict=1.0, read=1.0, write=1.0)
+    costs = line(replace(program, members=size), sizes, rates)
     *_, run = Segments(costs, 0).starting(0)
     results = sum(value.size for value in costs.storages if value.last == len(costs.steps) and value.born)
     return max(run.peak, run.activations + run.workspace) + _LOSS * results
-
-
-def _rates() -> Rates:
-    """Return arbitrary rates: estimates of bytes do not depend on them."""
-    return Rates(**asdict(standard_rates(torch.device("cpu"))), load=1.0, evict=1.0, read=1.0, write=1.0)
 
 
 def _largest(inputs: Arguments) -> Arguments:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
@@ -127,11 +127,6 @@ class _Fixed:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._written else tensor
 
 
-def _of_one_dnn(operator: str) -> bool:
-    """Return whether an operator may use oneDNN's caches, which depend on the number of threads."""
-    return "convolution" in operator or "mkldnn" in operator
-
-
 def _array(values: Sequence[int]) -> Any:
     return (ctypes.c_uint64 * len(values))(*values)
 
@@ -146,7 +141,9 @@ class ParallelBlocksStep:
     def __init__(self, program: BlocksStep, threads: int, inner: int) -> None:
         self._program, self._threads, self._inner = program, threads, inner
         self._entries = [row_entry(block.run) for block in program.programs]
-        self._joined = threads == 1 or not any(map(_of_one_dnn, map(str, program.operators)))
+        # Caches of oneDNN depend on the number of threads.
+        one_dnn = any("convolution" in name or "mkldnn" in name for name in map(str, program.operators))
+        self._joined = threads == 1 or not one_dnn
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
@@ -248,41 +245,31 @@ class BlockPartition:
         compute at a time, None for no limit.
         """
         members, cores = forward.compiled.program.members, torch.get_num_threads()
+        limit = min(filter(None, (size, most)), default=None)
         threads = min(cores if isinstance(parts, str) else parts, members if most is None else most)
         if threads == 1:
             direct = not _obstacle(forward, loss)
             if size is None and cores == 1 and direct and not _without_threads():
                 block = block_size(forward, 1)
-                size = None if block >= members or too_many_kinds(forward, loss, block) else block
-            return BlockPartition(_limited(size, most), inner=cores, direct=direct)
+                if block < members and not too_many_kinds(forward, loss, block):
+                    limit = block if most is None else min(block, most)
+            return BlockPartition(limit, inner=cores, direct=direct)
         block = block_size(forward, threads) if size is None else size
         if most is not None:
             block = min(block, most // threads)
-        why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
+        why = _obstacle(forward, loss) or _without_threads() or too_many_kinds(forward, loss, block)
         if why:
-            return BlockPartition(_limited(size, most), why=why)
+            return BlockPartition(limit, why=why)
         return BlockPartition(block, threads, max(1, cores // threads))
-
-    def set_threads(self) -> AbstractContextManager[None]:
-        """Context manager: compile programs for ``inner`` threads. Inductor generates code for the current number."""
-        return torch_threads(self.inner) if self.threads > 1 else nullcontext()
 
     def applied(self, program: BlocksStep) -> StepProgram:
         """Return the step that runs ``program`` in these blocks. Raises CannotPartition if threads cannot call it."""
-        if self.threads == 1:
-            return self._in_turn(program)
-        return ParallelBlocksStep(program, self.threads, self.inner)
-
-    def _in_turn(self, program: BlocksStep) -> StepProgram:
+        if self.threads > 1:
+            return ParallelBlocksStep(program, self.threads, self.inner)
         if self.direct and len(program.kinds) > 1 and not _without_threads():
             with suppress(CannotPartition):
                 return ParallelBlocksStep(program, 1, self.inner)
         return recorded(program)
-
-
-def _limited(size: int | None, most: int | None) -> int | None:
-    """Return the smaller of two numbers of members; None stands for all members."""
-    return size if most is None else most if size is None else min(size, most)
 
 
 def block_size(forward: BoundProgram, threads: int) -> int:
@@ -301,17 +288,13 @@ def block_size(forward: BoundProgram, threads: int) -> int:
     return -(-members // (threads * max(1, share // fit)))
 
 
-def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
-    """Return why blocks of a step cannot run in parallel; empty if they can."""
-    return _obstacle(forward, loss) or _without_threads()
-
-
 def _without_threads() -> str:
     team_library = library()
     return team_library if isinstance(team_library, str) else ""
 
 
 def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
+    """Return why blocks of a step cannot run by themselves; empty if they can."""
     for source in (forward, loss):
         slots = [slot for slot in source.compiled.program.slots if slot.kind is not Kind.INPUT]
         for slot, layout, (holder, name) in zip(slots, source.layouts, source.locations, strict=True):

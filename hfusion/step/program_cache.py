@@ -30,7 +30,6 @@ from hfusion.core import errors
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed
 from hfusion.device.native import load_copy, processor
-from hfusion.step.compile_request import CompileRequest
 from hfusion.torch_private.cpp_entry import NativeEntry, load_function
 
 # The most bytes in the cache; the oldest programs are deleted first.
@@ -90,9 +89,12 @@ def keeping() -> bool:
     return enabled and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
-def find(request: CompileRequest) -> BlockProgram | NoProgram | None:
-    """Return the cached result of a request; None if there is none, or, with a UserWarning, if it is unusable."""
-    path = _path("", request.digest)
+def find(request: str) -> BlockProgram | NoProgram | None:
+    """Return the cached result of a `hfusion.step.compile_request.write_request`.
+
+    None if there is none, or, with a UserWarning, if it is unusable.
+    """
+    path = _path("", request)
     try:
         return _read(json.loads(read_sealed(path)), path)
     except FileNotFoundError:
@@ -103,9 +105,9 @@ def find(request: CompileRequest) -> BlockProgram | NoProgram | None:
         return None
 
 
-def keep(request: CompileRequest, result: BlockProgram | NoProgram, folder: Path | None = None) -> bool:
+def keep(request: str, result: BlockProgram | NoProgram, folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
-    path = _path("", request.digest, folder=folder)
+    path = _path("", request, folder=folder)
     try:
         description = {"refused": result.why} if isinstance(result, NoProgram) else _write(result, path)
         if description is None:
@@ -196,19 +198,12 @@ def circumstances() -> dict[str, Any]:
     # Ignored: where torch keeps its files and what it prints do not affect programs.
     ignored = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
     variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes) and n not in ignored}
-    return {**_versions(), "variables": variables}
+    torch_version = f"{torch.__version__} {torch.version.git_version}"
+    versions = {"torch": torch_version, "python": sys.version, "processor": processor(), "hfusion": _own_code()}
+    return {**versions, "variables": variables}
 
 
 @cache
-def _versions() -> dict[str, str]:
-    return {
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "python": sys.version,
-        "processor": processor(),
-        "hfusion": _own_code(),
-    }
-
-
 def _own_code() -> str:
     """Return a digest of hfusion's source files."""
     digest = hashlib.sha256()

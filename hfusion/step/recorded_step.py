@@ -69,7 +69,11 @@ class RecordedStep:
         self._batch_device = next((tensor.device for tensor in batch if tensor.device != self._device), None)
         if self._recorded.why or self._batch_device is not None:
             return self._program.step(call)
-        self._look()
+        addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
+        if addresses != self._addresses:
+            # Replays would read and write where the tensors were at the last step.
+            self._recorded.forget()
+            self._addresses = addresses
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         recording = self._recorded.get(kind)
         if recording is None and kind in self._warmed_up_kinds and not (self._recorded.full or self._recorded.why):
@@ -81,19 +85,13 @@ class RecordedStep:
         for static_input, new_input in zip(recording.batch, batch, strict=True):
             static_input.copy_(new_input, non_blocking=True)
         recording.replay()
-        self._give(recording.grads)
+        for (holder, name), grad in zip(self._program.params, recording.grads, strict=True):
+            holder[name].grad = grad
         return recording.losses.clone()
 
     def release(self) -> None:
         """Drop all recordings, because the tensors leave the device."""
         self._recorded.forget()
-
-    def _look(self) -> None:
-        """Discard all recordings if a tensor of the program has another address than at the last step."""
-        addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
-        if addresses != self._addresses:
-            self._recorded.forget()
-            self._addresses = addresses
 
     def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
         assert not isinstance(self._record, str)
@@ -102,10 +100,6 @@ class RecordedStep:
         recorded_call = refilled(call, copies)
         replay, losses = self._record(lambda: self._program.step(recorded_call))
         return _RecordedBatch(copies, replay, losses, [holder[name].grad for holder, name in self._program.params])
-
-    def _give(self, grads: list[Tensor | None]) -> None:
-        for (holder, name), grad in zip(self._program.params, grads, strict=True):
-            holder[name].grad = grad
 
 
 def _obstacle(program: BlocksStep) -> str:

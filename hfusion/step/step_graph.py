@@ -6,7 +6,7 @@ directly to Inductor, without Dynamo: the caller checks what Dynamo would guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,12 +21,11 @@ from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_ten
 from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.guards import open_dims
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import seeded
 from hfusion.core.program import describe_graph
 from hfusion.core.stages import stage
-from hfusion.passes.candidates import draws_numbers
+from hfusion.passes.candidates import by_name, draws_numbers
 from hfusion.passes.check import check_links
 from hfusion.passes.inductor_rewrites import (
     DECOMPOSITIONS,
@@ -37,6 +36,7 @@ from hfusion.passes.inductor_rewrites import (
     transpose_products,
 )
 from hfusion.passes.side_effects import EXPECT
+from hfusion.passes.views import writes
 from hfusion.torch_private.dispatch_modes import FakeTensorMode, enable_python_dispatcher, with_dynamic_dims
 from hfusion.torch_private.replaced_functions import silence_tracers
 
@@ -104,33 +104,18 @@ class StepGraph:
             losses ``[B]`` and the gradients of the tensors ``trained``, contiguous and without shared memory.
         trained: indices of the array's tensors that get a gradient.
         array_tensors, batch: fake tensors of the array, and of inputs and target.
-        seeds: a fake tensor of an integer per member, if the step draws random numbers on a CPU.
+        seeds: one fake tensor, of an integer per member, if the step draws random numbers on a CPU; else empty.
     """
 
     module: fx.GraphModule
     trained: tuple[int, ...]
     array_tensors: tuple[Tensor, ...]
     batch: tuple[Tensor, ...]
-    seeds: Tensor | None = None
+    seeds: tuple[Tensor, ...] = ()
 
     @property
     def examples(self) -> tuple[Tensor, ...]:
-        return (*self.array_tensors, *self.batch, *self.drawn)
-
-    @property
-    def drawn(self) -> tuple[Tensor, ...]:
-        """The seeds, if it takes any, as a tuple."""
-        return () if self.seeds is None else (self.seeds,)
-
-    @property
-    def seeded(self) -> bool:
-        """True if it takes seeds."""
-        return self.seeds is not None
-
-    @property
-    def dims(self) -> list[frozenset[int]]:
-        """For each tensor of the batch, its dynamic dims."""
-        return list(map(open_dims, self.batch))
+        return (*self.array_tensors, *self.batch, *self.seeds)
 
     @property
     def operators(self) -> list[Any]:
@@ -243,11 +228,17 @@ def trace(source: StepSource) -> StepGraph:
     def step(*inputs: Tensor) -> list[Tensor]:
         held = dict(zip(ids, inputs[:count], strict=True))
         checks: list[Tensor] = []
+        traced_call = refilled(call, inputs[count : count + len(batch)])
         with seeded(inputs[-1] if seeds else None):
-            losses = _losses(forward, loss, held, refilled(call, inputs[count : count + len(batch)]), checks)
+            outputs = _run(forward, held, traced_call.inputs.values, checks)
+            shapes = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
+            _check(loss, [*shapes, *traced_call.target.shapes])
+            # The loss takes the flattened outputs, then the flattened target.
+            losses: Tensor = _run(loss, held, [*outputs, *traced_call.target.values], checks)[0]
         if checks:
             inputs[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
-        grads = _gradients(losses, [inputs[k] for k in trained])
+        with torch.autocast(losses.device.type, enabled=False):
+            grads = torch.autograd.grad(losses.sum(), [inputs[k] for k in trained], allow_unused=True)
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(inputs, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
@@ -260,7 +251,7 @@ def trace(source: StepSource) -> StepGraph:
             name, graph = forward.compiled.program.name, module.graph
             title = f"the step of {name}, {rewrite.__name__}"
             stage(name, f"step {rewrite.__name__}", partial(describe_graph, title, graph), partial(check_links, graph))
-    return StepGraph(module, tuple(reached), tuple(fake_tensors), tuple(batch), *seeds)
+    return StepGraph(module, tuple(reached), tuple(fake_tensors), tuple(batch), tuple(seeds))
 
 
 _REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
@@ -321,17 +312,6 @@ def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
     return call.mapped(replace_leaf)
 
 
-def _losses(
-    forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor], call: StepCall, checks: list[Tensor]
-) -> Tensor:
-    outputs = _run(forward, held, call.inputs.values, checks)
-    rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
-    _check(loss, [*rows, *call.target.shapes])
-    # The loss takes the flattened outputs, then the flattened target.
-    losses: Tensor = _run(loss, held, [*outputs, *call.target.values], checks)[0]
-    return losses
-
-
 def _run(
     source: BoundProgram, held: Mapping[int, Tensor], leaves: Sequence[Any], checks: list[Tensor]
 ) -> Sequence[Any]:
@@ -346,11 +326,6 @@ def _run(
     code.recompile()
     results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.locations], *leaves)
     return results
-
-
-def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    with torch.autocast(losses.device.type, enabled=False):
-        return torch.autograd.grad(losses.sum(), trained, allow_unused=True)
 
 
 def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -368,21 +343,17 @@ def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tenso
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
     """Return indices of inputs that operators may write to, also through views: all that a written node depends on."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    pending = [target for node in graph.nodes for target in _targets(node)]
+    pending: list[fx.Node] = []
+    for node in graph.nodes:
+        if writes(node):
+            named = by_name(node.target, node.args, node.kwargs)
+            for argument in node.target._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    fx.map_arg(named[argument.name], pending.append)
     reached: set[fx.Node] = set()
     while pending:
         node = pending.pop()
         if node not in reached:
             reached.add(node)
             pending += node.all_input_nodes
-    return frozenset(index for index, node in enumerate(inputs) if node in reached)
-
-
-def _targets(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that an operator writes to."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        for index, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-                yield from [value] if isinstance(value, fx.Node) else node.all_input_nodes
+    return frozenset(index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in reached)

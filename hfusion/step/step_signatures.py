@@ -218,11 +218,8 @@ class StepVariant:
     def row(self) -> CallReport:
         if self.program is not None:
             return CallReport(self.call, ", ".join(filter(None, (self.program.how, self.note))))
-        why = self.why or ("the first step of its kind" if self.job is None else _IN_THE_BACKGROUND)
-        return CallReport(self.call, "eager", why)
-
-
-_IN_THE_BACKGROUND = "its program is being compiled in the background"
+        waits = "the first step of its kind" if self.job is None else "its program is being compiled in the background"
+        return CallReport(self.call, "eager", self.why or waits)
 
 
 # The variants of each array, which all of its steps with an equal loss share. Variants whose loss holds tensors are

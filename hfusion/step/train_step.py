@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from threading import RLock
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ class TrainStep:
         self._warned: set[str] = set()
         # The tensors of the latest compiled step, for which `_check_trained` has passed.
         self._checked_tensors: GuardedTensors | None = None
-        self._maker = ProgramMaker(compile, parts, self._variants)
+        self._maker = ProgramMaker(compile, parts)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -119,7 +120,7 @@ class TrainStep:
             return self.run(self.prepare(inputs, target, **keywords))
 
     def prepare(self, inputs: Any, target: Any, **keywords: Any) -> PreparedStep:
-        """Prepare a step, which may compile it. Pass the result to `run` once."""
+        """Find how a step will run, and compile its program if it is time. Pass the result to `run` once."""
         args, kwargs = call_arguments(inputs, keywords)
         if self._compile is False and self.budget is None:
             return PreparedStep(args, kwargs, target)
@@ -139,35 +140,41 @@ class TrainStep:
             active_autocast(),
             (self._parts, block),
         )
+        prepared = PreparedStep(args, kwargs, target, call, situation, None, block)
         variant = self._find(call, situation)
         if variant is None and call.text in self.expected_calls:
-            variant = self._foreseen(PreparedStep(args, kwargs, target, call, situation, None, block))
-        if variant is not None and not self._ready(variant, call):
-            variant = None
-        return PreparedStep(args, kwargs, target, call, situation, variant, block)
+            self._foresee(prepared, call)
+            variant = self._find(call, situation)
+        if variant is not None and variant.program is None and not variant.why:
+            try:
+                self._maker.prepare(variant, call, self.at_once, variant.situation[2])
+            except ProgramMismatch:
+                # The captures do not fit these sizes: an eager step makes others.
+                return prepared
+            if variant.why and not variant.by_choice:
+                self._refused(variant)
+        return prepared._replace(variant=variant)
 
     def run(self, prepared: PreparedStep) -> Tensor:
         """Run a prepared step, and return the losses ``[B]``."""
         with self._turn, keyed(self.keys):
-            return self._run(prepared)
-
-    def _run(self, prepared: PreparedStep) -> Tensor:
-        _, _, target, call, situation, variant, block = prepared
-        if call is None or variant is None:
-            losses, outputs = self._eager(prepared)
-            if call is not None:
-                self._note(call, situation, outputs, target, block)
+            call, variant = prepared.call, prepared.variant
+            if call is None or variant is None:
+                losses, outputs = self._eager(prepared)
+                if call is not None:
+                    self._note(prepared, call, outputs)
+                return losses
+            began, is_hooked = perf_counter(), hooked(self._fused)
+            trial = None if is_hooked or self.idle else variant.trial
+            trial = None if trial is None or call.text != variant.call else trial
+            if variant.program is None or is_hooked or (trial is not None and trial.eager_next):
+                losses = self._eager(prepared)[0]
+                variant.seconds += perf_counter() - began
+            else:
+                losses = self._compiled(prepared, call, variant)
+            if trial is not None:
+                self._maker.note_seconds(variant, perf_counter() - began)
             return losses
-        began, is_hooked = perf_counter(), hooked(self._fused)
-        trial = variant.trial if call.text == variant.call and not (is_hooked or self.idle) else None
-        if variant.program is None or is_hooked or (trial is not None and trial.eager_next):
-            losses = self._eager(prepared)[0]
-            variant.seconds += perf_counter() - began
-        else:
-            losses = self._compiled(prepared, call, variant)
-        if trial is not None:
-            self._maker.note_seconds(variant, perf_counter() - began)
-        return losses
 
     def _compiled(self, prepared: PreparedStep, call: StepCall, variant: StepVariant) -> Tensor:
         """Run the step by the program of ``variant``, and return the losses ``[B]``.
@@ -195,34 +202,34 @@ class TrainStep:
 
     def release(self) -> None:
         """Free device memory that programs hold, such as recordings. Later steps create it again."""
-        for variant in self._maker.variants():
+        for variant in self._all_variants():
             variant.release()
 
     def close(self) -> None:
         """Cancel compilations in the background. Later steps start them again."""
-        for variant in self._maker.variants():
+        for variant in self._all_variants():
             variant.cancel()
+
+    def _all_variants(self) -> Iterator[StepVariant]:
+        return chain.from_iterable(self._variants.values())
 
     @property
     def known_calls(self) -> set[str]:
         """The kinds of calls that need no further eager step to determine how they run."""
-        return {item.call for group in self._variants.values() for item in group if not item.why} | self.expected_calls
+        return {variant.call for variant in self._all_variants() if not variant.why} | self.expected_calls
 
-    def _foreseen(self, prepared: PreparedStep) -> StepVariant | None:
+    def _foresee(self, prepared: PreparedStep, call: StepCall) -> None:
         """Determine how such a call runs, by a forward without side effects."""
-        args, kwargs, target, call, situation, _, block = prepared
-        assert call is not None
         self.expected_calls.discard(call.text)
         with compiling(), random_states_kept(), torch.enable_grad():
             written = self._fused.compiled(call.inputs).written
             saved = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
-            outputs = self._by_autograd.outputs(args, kwargs, block)
-            if block is None:
-                self._loss(outputs, target)
+            outputs = self._by_autograd.outputs(prepared.args, prepared.kwargs, prepared.block)
+            if prepared.block is None:
+                self._loss(outputs, prepared.target)
         for tensor, before in saved:
             tensor.detach().copy_(before)
-        self._note(call, situation, outputs, target, block)
-        return self._find(call, situation)
+        self._note(prepared, call, outputs)
 
     @property
     def compilations(self) -> int:
@@ -239,7 +246,7 @@ class TrainStep:
         """Return which calls run compiled, which eagerly, and why."""
         if self._compile is False and self.budget is None:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
-        rows = [*(variant.row() for group in self._variants.values() for variant in group), *self._uncompiled.values()]
+        rows = [*map(StepVariant.row, self._all_variants()), *self._uncompiled.values()]
         plans = self._memory
         return StepReport(
             tuple(replace(row, how=f"{row.how}, {plans[row.call]}") if row.call in plans else row for row in rows)
@@ -249,7 +256,10 @@ class TrainStep:
         """Run the step by autograd, and return losses and outputs; see `EagerStep.run`."""
         self._optimizer.zero_grad()
         self._fused.zero_grad()
-        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
+        # Each member draws from a seed of its own where draws must not depend on blocks of a memory budget, or where
+        # keys give seeds, as programs take them.
+        by_seeds = self.budget is not None or (self.keys is not None and self._compile is not False)
+        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, by_seeds)
         # It started without gradients, so only parameters of the array can have one now.
         if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
             self._check_trained()
@@ -282,12 +292,6 @@ class TrainStep:
             "again"
         )
 
-    def _draws_by_seeds(self) -> bool:
-        """Return whether each member of an eager step draws from a seed of its own, as it does in programs. A memory
-        budget requires this, so that draws do not depend on blocks, and keys do if steps may be compiled.
-        """
-        return self.budget is not None or (self.keys is not None and self._compile is not False)
-
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """Return the variant of such a call; None if an eager step must determine it first."""
         exact = (call.inputs.key, call.target.key, situation)
@@ -297,10 +301,9 @@ class TrainStep:
         kind = family(call, situation)
         variants = self._variants.setdefault(kind, [])
         variants += [variant for variant in shared_variants(self._fused).get(kind, ()) if variant not in variants]
+        fitting = [v for v in reversed(variants) if v.is_valid() and v.takes_order(call) and self._serves(v, call)]
         # Variants with a program come first, then later ones, which are more general.
-        ordered = sorted(enumerate(variants), key=lambda pair: (pair[1].program is None, -pair[0]))
-        fitting = (v for _, v in ordered if v.is_valid() and v.takes_order(call) and self._serves(v, call))
-        chosen = next(fitting, None)
+        chosen = min(fitting, key=lambda variant: variant.program is None, default=None)
         if chosen is not None and (chosen.program is not None or chosen.why):
             if len(self._cached_variants) == MAX_KEYS:
                 self._cached_variants.clear()
@@ -313,20 +316,10 @@ class TrainStep:
             return variant.program.fits(call)
         return variant.sources is not None and self._fused.find(call.inputs) is variant.sources[0].compiled
 
-    def _ready(self, variant: StepVariant, call: StepCall) -> bool:
-        """Compile ``variant`` if it is time, or report why it cannot be; False if its captures do not fit the sizes."""
-        if variant.program is None and not variant.why:
-            try:
-                self._maker.prepare(variant, call, self.at_once, variant.situation[2])
-            except ProgramMismatch:
-                return False
-            if variant.why and not variant.by_choice:
-                self._refused(variant)
-        return True
-
-    def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any, block: int | None) -> None:
+    def _note(self, prepared: PreparedStep, call: StepCall, outputs: Any) -> None:
         """After an eager step, store the variant by which later calls of its kind run."""
-        if block is not None:
+        target, situation = prepared.target, prepared.situation
+        if prepared.block is not None:
             self._loss.prepare(outputs, target)
         variant = self._create_variant(situation, call, self._loss.find_program(outputs, target))
         variants = self._variants.setdefault(family(call, situation), [])

@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import hfusion as hf
 from hfusion.device.cache import read_sealed, write_sealed
 from hfusion.step import compile_scheduler, program_cache, step_signatures
-from hfusion.step.compile_request import BackgroundJob, CompileRequest
+from hfusion.step.compile_request import BackgroundJob
 from hfusion.step.program_cache import NoProgram, StepTimes
 from hfusion.step.train_step import TrainStep
 from tests.step.test_blocks import advance_in_parts, same
@@ -229,15 +229,11 @@ def test_a_second_step_finds_what_the_first_has_compiled(folder: Path) -> None:
         assert torch.equal(expected, actual)
 
 
-def compile_request() -> CompileRequest:
-    return CompileRequest({"forward": 1})
-
-
 @pytest.mark.parametrize("damage", ["others write", "not JSON", "code", "a link"])
 def test_a_file_that_is_not_believed(damage: str, folder: Path) -> None:
-    assert program_cache.find(compile_request()) is None
-    assert program_cache.keep(compile_request(), NoProgram("too many operators"))
-    assert program_cache.find(compile_request()) == NoProgram("too many operators")
+    assert program_cache.find("a request") is None
+    assert program_cache.keep("a request", NoProgram("too many operators"))
+    assert program_cache.find("a request") == NoProgram("too many operators")
     (path,) = folder.glob("step-*.json")
     if damage == "others write":
         path.chmod(0o666)
@@ -250,17 +246,17 @@ def test_a_file_that_is_not_believed(damage: str, folder: Path) -> None:
         path.rename(folder / "other")
         path.symlink_to(folder / "other")
     with pytest.warns(UserWarning, match="is made anew"):
-        assert program_cache.find(compile_request()) is None
+        assert program_cache.find("a request") is None
 
 
 def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MAX_FOLDER", 150)
     for number in range(3):
-        program_cache.keep(CompileRequest({"forward": number}), NoProgram("x" * 20))
+        program_cache.keep(f"request {number}", NoProgram("x" * 20))
         for path in folder.glob("step-*"):
             os.utime(path, (path.stat().st_mtime - 100,) * 2)
-    assert program_cache.find(CompileRequest({"forward": 0})) is None
-    assert program_cache.find(CompileRequest({"forward": 2})) == NoProgram("x" * 20)
+    assert program_cache.find("request 0") is None
+    assert program_cache.find("request 2") == NoProgram("x" * 20)
 
 
 # Mistakes of compiled programs are detected, and such programs are not used.
