@@ -28,19 +28,19 @@ from hfusion.torch_private.dispatch_modes import FakeTensorMode, vmap_fallback_r
 
 def generic(site: Site, arguments: Mapping[str, Any]) -> Call:
     """``site`` by `torch.vmap` where vmap has a true batching rule for it, by a loop over members otherwise."""
-    operands = values(arguments)
-    listed = any(v.layout is Layout.LISTED for v in operands)
-    random = is_random(site.target, arguments)
-    if listed or random or has_per_member(arguments) or not _vmaps(site, arguments):
+    listed = any(v.layout is Layout.LISTED for v in values(arguments))
+    if listed or is_random(site.target, arguments) or has_per_member(arguments):
         return loop(site, arguments)
     args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
-    dims = tuple(_batched(item) for item in (*args, *kwargs.values()))
-    return site.call(
-        vmapped,
-        (site.target, dims, len(args), tuple(kwargs), *args, *kwargs.values()),
-        Layout.STACKED,
-        "vmap",
-    )
+    items = (*args, *kwargs.values())
+    how = (site.target, tuple(map(_batched, items)), len(args), tuple(kwargs))
+    # Whether vmap has a batching rule for the operator is found by one run on fake tensors of the same shapes.
+    with FakeTensorMode(), vmap_fallback_refused():
+        try:
+            vmapped(*how, *(_stand_in(item, site.members) for item in items))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            return loop(site, arguments)
+    return site.call(vmapped, (*how, *items), Layout.STACKED, "vmap")
 
 
 def vmapped(
@@ -59,19 +59,6 @@ def _batched(argument: Any) -> Any:
     if isinstance(argument, list | tuple) and contains(argument, Operand):
         return type(argument)(_batched(item) for item in argument)
     return 0 if isinstance(argument, Operand) else None
-
-
-def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
-    """True if vmap has a batching rule for the operator, found by one run on fake tensors of the same shapes."""
-    args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
-    marks = tuple(_batched(item) for item in (*args, *kwargs.values()))
-    with FakeTensorMode(), vmap_fallback_refused():
-        try:
-            stand_ins = [_stand_in(item, site.members) for item in (*args, *kwargs.values())]
-            vmapped(site.target, marks, len(args), tuple(kwargs), *stand_ins)
-        except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            return False
-    return True
 
 
 def _stand_in(argument: Any, members: int) -> Any:

@@ -24,7 +24,6 @@ from hfusion.ops.rule import (
     Site,
     Value,
     always_loop,
-    in_order,
     loop,
     map_values,
     none_listed,
@@ -82,33 +81,28 @@ def by_indices(site: Site, *, self: Value, indices: Sequence[Value | None]) -> C
     lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=spans.dims) for i in indices]
     first_dim = spans.first if spans.adjacent else 0
     if self.shared:
-        return site.call(index_shared, (self, lifted, first_dim), Layout.STACKED, "stacked")
+        return site.call(index_moved, (self, lifted, first_dim), Layout.STACKED)
     x = self.to(Layout.STACKED)
-    return site.call(index_stacked, (x, lifted, spans.dims, first_dim), Layout.STACKED, "stacked")
+    return site.call(index_stacked, (x, lifted, spans.dims, first_dim), Layout.STACKED)
 
 
 def _shared_indices(site: Site, self: Value, indices: Sequence[Value | None], spans: Indexed) -> Call:
     packed = self.layout is Layout.PACKED and spans.adjacent and (spans.first >= 2 or _picks_rows(spans))
     if packed:
-        return site.call(site.target, (self, list(indices)), Layout.PACKED, "packed")
+        return site.call(site.target, (self, list(indices)), Layout.PACKED)
     x = self.to(Layout.STACKED)
     if spans.adjacent:
-        return site.call(site.target, (x, [None, *indices]), Layout.STACKED, "stacked")
-    return site.call(index_apart, (x, [None, *indices], spans.dims), Layout.STACKED, "stacked")
+        return site.call(site.target, (x, [None, *indices]), Layout.STACKED)
+    # With a whole dim between shared indices, their dims come first, before that of the members.
+    return site.call(index_moved, (x, [None, *indices], spans.dims), Layout.STACKED)
 
 
 def _picks_rows(spans: Indexed) -> bool:
     return (spans.first, spans.dims, spans.consumed) == (0, 1, 1)
 
 
-def index_apart(x: Tensor, indices: Sequence[Tensor | None], dims: int) -> Tensor:
-    """Index by shared indices with a whole dim between them: their dims come first; move the member dim before them."""
-    result: Tensor = aten.index.Tensor(x, indices)
-    return result.movedim(dims, 0)
-
-
-def index_shared(x: Tensor, indices: Sequence[Tensor | None], member_dim: int) -> Tensor:
-    """Index shared ``x`` by stacked indices ``[B, ...]``; the member dim, ``member_dim``, is moved first."""
+def index_moved(x: Tensor, indices: Sequence[Tensor | None], member_dim: int) -> Tensor:
+    """Index shared ``x`` by stacked indices ``[B, ...]``, or the other way round; ``member_dim`` is moved first."""
     result: Tensor = aten.index.Tensor(x, indices)
     return result.movedim(member_dim, 0)
 
@@ -139,10 +133,10 @@ def index_put(
     put = values if values.shared else values.to(Layout.STACKED, rank=rank)
     x = self.to(Layout.STACKED)
     if all(i.shared for i in present) and spans.adjacent:
-        return site.call(site.target, (x, [None, *indices], put, accumulate), Layout.STACKED, "stacked")
+        return site.call(site.target, (x, [None, *indices], put, accumulate), Layout.STACKED)
     if spans.first == 0 and spans.adjacent:
         lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=spans.dims) for i in indices]
-        return site.call(index_put_stacked, (x, lifted, put, accumulate, spans.dims), Layout.STACKED, "stacked")
+        return site.call(index_put_stacked, (x, lifted, put, accumulate, spans.dims), Layout.STACKED)
     return None
 
 
@@ -158,7 +152,7 @@ def _masked_put(site: Site, self: Value, mask: Value, value: Value, accumulate: 
     where = mask if mask.shared else mask.to(Layout.STACKED)
     put = value if value.shared else value.to(Layout.STACKED, rank=self.rank)
     args = (self.to(Layout.STACKED), where, put, self.rank - mask.rank, accumulate)
-    return site.call(masked_put, args, Layout.STACKED, "stacked")
+    return site.call(masked_put, args, Layout.STACKED)
 
 
 def masked_put(x: Tensor, mask: Tensor, value: Tensor, trailing: int, accumulate: bool) -> Tensor:
@@ -175,8 +169,8 @@ def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | N
     wrapped_dim = normal(dim, self.rank)
     if index.shared:
         if self.layout is Layout.PACKED and wrapped_dim != 1:
-            return site.call(site.target, (self, wrapped_dim, index), Layout.PACKED, "packed")
-        return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1, index), Layout.STACKED, "stacked")
+            return site.call(site.target, (self, wrapped_dim, index), Layout.PACKED)
+        return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1, index), Layout.STACKED)
     return by_indices(
         Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * wrapped_dim, index]
     )
@@ -190,13 +184,12 @@ def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> 
         return loop(site, {"self": self, "dim": dim, "index": index, **rest}) if site.target in _FILLS else None
     wrapped_dim = normal(dim, self.rank)
     moved = map_values({"self": self, **rest}, lambda v: v.to(Layout.STACKED))
-    args, kwargs = in_order(site, {**moved, "dim": wrapped_dim + 1, "index": index})
-    return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
+    return site.same_call({**moved, "dim": wrapped_dim + 1, "index": index}, Layout.STACKED)
 
 
 def take_along_dim(site: Site, *, self: Value, indices: Value, dim: int | None) -> Answer:
     if dim is None:
-        return site.call(take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked")
+        return site.call(take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED)
     if self.rank != indices.rank:
         return loop(site, {"self": self, "indices": indices, "dim": dim})
     return _ALONG(site, self=self, indices=indices, dim=dim)
@@ -214,8 +207,7 @@ def bucketize(site: Site, *, self: Value, boundaries: Value, **options: Any) -> 
     arguments = {"self": self, "boundaries": boundaries, **options}
     if not boundaries.shared:
         return loop(site, arguments)
-    args, kwargs = in_order(site, arguments)
-    return site.call(site.target, args, self.layout, self.layout.value, kwargs)
+    return site.same_call(arguments, self.layout)
 
 
 def one_hot(site: Site, *, self: Value, num_classes: int) -> Answer:
@@ -224,7 +216,7 @@ def one_hot(site: Site, *, self: Value, num_classes: int) -> Answer:
 
 @none_listed
 def _one_hot(site: Site, *, self: Value, num_classes: int) -> Call:
-    return site.call(site.target, (self, num_classes), self.layout, self.layout.value)
+    return site.call(site.target, (self, num_classes), self.layout)
 
 
 def repeat_rows(site: Site, *, self: Value, repeats: Value, dim: int | None, output_size: Any) -> Call | None:

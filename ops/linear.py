@@ -40,13 +40,8 @@ def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Answe
         )
     x = input if input.shared else input.to(STACKED)
     if weight.shared and bias is not None:
-        return site.call(
-            linear_own_bias,
-            (x, weight, bias.to(STACKED, input.rank)),
-            STACKED,
-            "one GEMM, shared weight",
-            efficiency=GEMM,
-        )
+        operands = (x, weight, bias.to(STACKED, input.rank))
+        return site.call(linear_own_bias, operands, STACKED, "one GEMM, shared weight", efficiency=GEMM)
     b = None if bias is None else bias.to(STACKED)
     if input.shared:
         return site.call(

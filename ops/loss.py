@@ -47,14 +47,10 @@ def reduce(x: Tensor, reduction: int) -> Tensor:
 @scalars_alike
 def elementwise(site: Site, **arguments: Any) -> Call:
     """Losses of elements or rows that broadcast, with the batch dims in front."""
-    rank = _rank(arguments)
+    rank = max(v.rank for v in arguments.values() if isinstance(v, Value))
     # Weights of classes broadcast as they are; the losses themselves want operands of one shape.
     stacked = map_values(arguments, lambda v: v if v.shared and v.rank < rank else v.to(STACKED, rank=rank))
     return _reduced(site, elementwise_stacked, stacked)
-
-
-def _rank(arguments: dict[str, Any]) -> int:
-    return max(v.rank for v in arguments.values() if isinstance(v, Value))
 
 
 def _reduced(site: Site, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Call:
@@ -105,9 +101,9 @@ def classes(site: Site, self: Value, target: Value, weight: Value | None, **argu
     x = self.to(STACKED)
     if target.rank == self.rank:
         operands = (fn, reduction, x, target.to(STACKED), weight, options)
-        return site.call(of_probabilities, operands, STACKED, "stacked")
+        return site.call(of_probabilities, operands, STACKED)
     indices: Value | Operand = target if target.shared else target.to(STACKED)
-    return site.call(of_indices, (fn, reduction, x, indices, target.shared, weight, options), STACKED, "stacked")
+    return site.call(of_indices, (fn, reduction, x, indices, target.shared, weight, options), STACKED)
 
 
 def of_probabilities(

@@ -259,9 +259,8 @@ def last_dims_norm(site: Site, **arguments: Any) -> Call | None:
     affine = [arguments.get(name) for name in ("weight", "bias")]
     wide = x if x.shared else x.to(Layout.STACKED)
     if all(v is None or v.shared for v in affine):
-        args, _ = in_order(site, {**arguments, "input": wide})
-        return site.call(site.target, args, Layout.STACKED, "stacked")
-    if x.example.device.type == "cpu" and not x.shared and _size(x) >= ROWS_FROM:
+        return site.same_call({**arguments, "input": wide}, Layout.STACKED)
+    if x.example.device.type == "cpu" and not x.shared and math.prod(hint(size) or 1 for size in x.shape) >= ROWS_FROM:
         args, _ = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.LISTED)))
         args = (site.target, site.members, *args)
         return site.call(rows, args, Layout.STACKED, "loop, stacked", loops=True)
@@ -349,11 +348,6 @@ def _channels(x: Maybe, written: bool = False) -> Maybe:
     if x is None:
         return None
     return x.view(-1) if written else x.reshape(-1)
-
-
-def _size(x: Value) -> int:
-    """Elements of one member, symbolic sizes by their hints."""
-    return math.prod(hint(size) or 1 for size in x.shape)
 
 
 # Loops of kernels, and what a compiler of whole graphs makes better code of: the same on stacked operands.

@@ -58,8 +58,9 @@ def _tagged() -> Iterator[OpOverload]:
         written = overload.endswith("out") or (base.endswith("_") and not base.endswith("__"))
         if namespace != "aten" or written or base in _NOT_PLAIN:
             continue
-        target = _overload(base, overload or "default")
-        if target is not None and torch.Tag.pointwise in target.tags and _plain(target):
+        # A build of torch may register a name without an operator.
+        target = getattr(getattr(aten, base, None), overload or "default", None)
+        if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and _plain(target):
             yield target
 
 
@@ -70,12 +71,6 @@ def _untagged() -> Iterator[OpOverload]:
             target = getattr(packet, overload)
             if _plain(target):
                 yield target
-
-
-def _overload(base: str, overload: str) -> OpOverload | None:
-    """The operator, or None where this build of torch registers a name without one."""
-    candidate = getattr(getattr(aten, base, None), overload, None)
-    return candidate if isinstance(candidate, OpOverload) else None
 
 
 def _plain(target: OpOverload) -> bool:
@@ -151,7 +146,7 @@ def masked_fill(site: Site, *, self: Value, mask: Value, value: Any) -> Call | N
         return pointwise(site, self=self, mask=mask, value=value)
     rank = site.rank
     lifted = [v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (mask, value, self)]
-    return site.call(where_filled, tuple(lifted), Layout.STACKED, "stacked")
+    return site.call(where_filled, tuple(lifted), Layout.STACKED)
 
 
 def where_filled(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
@@ -166,9 +161,9 @@ def copy(site: Site, *, self: Value, src: Value, non_blocking: Any = False) -> C
         args: tuple[Any, ...] = (site.members, listed, {})
         return site.call(copied_each, args, Layout.LISTED, "loop over members", loops=True)
     if self.layout is src.layout is Layout.PACKED and self.shape == src.shape:
-        return site.call(copied, (self, src), Layout.PACKED, "packed")
+        return site.call(copied, (self, src), Layout.PACKED)
     source = src if src.shared else src.to(Layout.STACKED, rank=self.rank)
-    return site.call(copied, (self.to(Layout.STACKED), source), Layout.STACKED, "stacked")
+    return site.call(copied, (self.to(Layout.STACKED), source), Layout.STACKED)
 
 
 def copied(x: Tensor, src: Tensor) -> Tensor:
@@ -193,7 +188,7 @@ def cast(site: Site, **arguments: Any) -> Call | None:
     if memory_format not in _CHANNELS_LAST or x.layout is not Layout.STACKED:
         return pointwise(site, **arguments)
     args, kwargs = in_order(site, {**arguments, "self": x.to(Layout.STACKED)})
-    return site.call(merged, (site.target, args, kwargs), Layout.STACKED, "stacked")
+    return site.call(merged, (site.target, args, kwargs), Layout.STACKED)
 
 
 def merged(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -207,7 +202,7 @@ def contiguous(site: Site, *, self: Value, memory_format: Any = torch.contiguous
     """Return ``self`` unchanged if a member's tensor is contiguous already: the strides of the array are free."""
     plain = memory_format not in _CHANNELS_LAST
     if plain and self.layout is not Layout.LISTED and self.example.is_contiguous():
-        return site.call(identity, (self,), self.layout, self.layout.value, view=View.ALWAYS)
+        return site.call(identity, (self,), self.layout, view=View.ALWAYS)
     return cast(site, self=self, memory_format=memory_format)
 
 
@@ -220,14 +215,14 @@ def cast_as(site: Site, *, self: Value, other: Value, **options: Any) -> Call | 
     """``self`` in the dtype and on the device of ``other``, whose values play no part."""
     copied = bool(options.get("copy", False))
     args = (self, site.example.device, site.example.dtype, False, copied)
-    return site.call(aten.to.device, args, self.layout, self.layout.value)
+    return site.call(aten.to.device, args, self.layout)
 
 
 @none_listed
 def prelu(site: Site, *, self: Value, weight: Value) -> Call | None:
     """``weight`` holds one slope, or one for each channel, dim 1 of ``self``."""
     slopes = weight if weight.shared else weight.to(Layout.STACKED)
-    return site.call(prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED, "stacked")
+    return site.call(prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED)
 
 
 def prelu_stacked(x: Tensor, weight: Tensor, per_member: bool) -> Tensor:

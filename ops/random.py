@@ -173,7 +173,7 @@ def rrelu(site: Site, **arguments: Any) -> Call:
     if training:
         return site.call(rrelu_stacked, (self.to(STACKED), lower, upper), STACKED, "own draws")
     x = self.to(STACKED) if self.layout is Layout.LISTED else self
-    return site.call(F.leaky_relu, (x, (lower + upper) / 2), x.layout, x.layout.value)
+    return site.call(F.leaky_relu, (x, (lower + upper) / 2), x.layout)
 
 
 def rrelu_stacked(x: Tensor, lower: float, upper: float) -> Tensor:

@@ -20,7 +20,6 @@ from hfusion.ops.rule import (
     RuleTable,
     Site,
     Value,
-    in_order,
     loop,
     none_listed,
     pointwise,
@@ -49,11 +48,11 @@ _ALONG = {False: along("dim", packed=NEEDS_0_1), True: along("dim", packed=NEEDS
 def all_dims(site: Site, arguments: dict[str, Any]) -> Call:
     """Reduce all dims of a member; a 0-dim tensor gets a dim of size 1 to reduce."""
     x: Value = arguments["self"]
-    stacked = x.to(Layout.STACKED, rank=max(x.rank, 1))
-    args, kwargs = in_order(site, {**arguments, "self": stacked, "dim": list(range(1, max(x.rank, 1) + 1))})
     if x.rank == 0 and arguments.get("keepdim"):
         return loop(site, arguments)
-    return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
+    rank = max(x.rank, 1)
+    reduced = {"self": x.to(Layout.STACKED, rank=rank), "dim": list(range(1, rank + 1))}
+    return site.same_call({**arguments, **reduced}, Layout.STACKED)
 
 
 def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Answer:
@@ -83,7 +82,7 @@ def flat(by: OpOverload) -> Rule:
             return over(site, **arguments)
         if keepdim:
             return loop(site, arguments)
-        return site.call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED, "stacked")
+        return site.call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED)
 
     return rule
 
@@ -130,7 +129,7 @@ def cosine_similarity(site: Site, *, x1: Value, x2: Value, dim: int, eps: float)
     if rank == 0:
         return loop(site, {"x1": x1, "x2": x2, "dim": dim, "eps": eps})
     a, b = (v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (x1, x2))
-    return site.call(site.target, (a, b, shifted(dim, rank), eps), Layout.STACKED, "stacked")
+    return site.call(site.target, (a, b, shifted(dim, rank), eps), Layout.STACKED)
 
 
 @none_listed
@@ -138,7 +137,7 @@ def pairwise_distance(site: Site, *, x1: Value, x2: Value, p: float, eps: float,
     """Broadcasts ``x1`` and ``x2``, and reduces the last dim."""
     rank = max(x1.rank, x2.rank)
     a, b = (v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (x1, x2))
-    return site.call(site.target, (a, b, p, eps, keepdim), Layout.STACKED, "stacked")
+    return site.call(site.target, (a, b, p, eps, keepdim), Layout.STACKED)
 
 
 RULES: RuleTable = {

@@ -19,7 +19,6 @@ from hfusion.ops.rule import (
     Value,
     folding,
     has_per_member,
-    in_order,
     loop,
     map_values,
     merge,
@@ -36,8 +35,7 @@ def constant_pad(site: Site, **arguments: Any) -> Call | None:
     x: Value = arguments["self"]
     packs = x.layout is Layout.PACKED and len(arguments["pad"]) // 2 <= x.rank - 2
     layout = Layout.PACKED if packs else Layout.STACKED
-    args, _ = in_order(site, map_values(arguments, lambda v: v.to(layout)))
-    return site.call(site.target, args, layout, layout.value)
+    return site.same_call(map_values(arguments, lambda v: v.to(layout)), layout)
 
 
 def pad(site: Site, **arguments: Any) -> Answer:
@@ -51,8 +49,7 @@ def grid_sample(site: Site, **arguments: Any) -> Answer:
     """``input [N, C, *S]`` at ``grid [N, *T, d]``: one grid for all members serves packed inputs as it is."""
     x, grid = arguments["input"], arguments["grid"]
     if x.layout is Layout.PACKED and grid.shared and not has_per_member(arguments):
-        args, _ = in_order(site, arguments)
-        return site.call(site.target, args, Layout.PACKED, "packed: shared grid")
+        return site.same_call(arguments, Layout.PACKED, "packed: shared grid")
     return folding(channelwise=False)(site, **arguments)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.layout import Layout, Listed
+from hfusion.ops.lowering import family
 from hfusion.ops.random import dropout_stacked
 from hfusion.ops.rule import Call, RuleTable, Site, Value, call_per_member, has_per_member
 from hfusion.ops.saved import GATES_TWICE
@@ -321,12 +322,8 @@ def recurrent_stacked(
     return through_layers(layer, members, x, states, weights, options)
 
 
-def rnn_tanh(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
-    return recurrent(site, "rnn_tanh", input, [hx], params, options)
-
-
-def rnn_relu(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
-    return recurrent(site, "rnn_relu", input, [hx], params, options)
+def rnn(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
+    return recurrent(site, family(site.target), input, [hx], params, options)
 
 
 def _products(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
@@ -340,7 +337,7 @@ def _products(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
     return (sums if biases is None else sums + biases.unsqueeze(1)).contiguous()
 
 
-RULES: RuleTable = {aten.rnn_tanh.input: rnn_tanh, aten.rnn_relu.input: rnn_relu}
+RULES: RuleTable = {aten.rnn_tanh.input: rnn, aten.rnn_relu.input: rnn}
 
 
 # The parts that all computations of recurrent layers share: layers and directions, and the loop over members.

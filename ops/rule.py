@@ -97,7 +97,7 @@ class Site:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         layout: Layout,
-        text: str,
+        text: str = "",
         kwargs: Mapping[str, Any] | None = None,
         *,
         efficiency: Efficiency = PLAIN,
@@ -105,10 +105,20 @@ class Site:
         view: View | None = None,
         loops: bool = False,
     ) -> Call:
-        """Return a call of ``fn``; ``saves`` and ``view`` default to what the operator itself keeps and returns."""
+        """Return a call of ``fn``.
+
+        ``text`` defaults to the layout, ``saves`` and ``view`` to what the operator itself keeps and returns.
+        """
         saves = saved_by(self.target) if saves is None else saves
         view = view_of(self.target, self._casts(args)) if view is None else view
-        return Call(Lowering(fn, layout, text, efficiency, saves, view, loops), args, kwargs or {})
+        return Call(Lowering(fn, layout, text or layout.value, efficiency, saves, view, loops), args, kwargs or {})
+
+    def same_call(
+        self, arguments: Mapping[str, Any], layout: Layout, text: str = "", efficiency: Efficiency = PLAIN
+    ) -> Call:
+        """Return a call of the operator itself with these arguments by name."""
+        args, kwargs = in_order(self, arguments)
+        return self.call(self.target, args, layout, text, kwargs, efficiency=efficiency)
 
     def _casts(self, args: tuple[Any, ...]) -> bool:
         """True if the result has another dtype than the first operand."""
@@ -265,13 +275,9 @@ def pointwise(site: Site, **arguments: Any) -> Call | None:
     layouts = {v.layout for v in operands}
     if Layout.LISTED in layouts or has_per_member(arguments):
         return loop(site, arguments)
-    if Layout.PACKED in layouts and all(_packable(v, site.example) for v in operands):
-        args, kwargs = in_order(site, map_values(arguments, lambda v: _packed(v, site.rank)))
-        return site.call(site.target, args, Layout.PACKED, "packed", kwargs)
-    args, kwargs = in_order(
-        site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED, rank=site.rank))
-    )
-    return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
+    packs = Layout.PACKED in layouts and all(_packable(v, site.example) for v in operands)
+    layout = Layout.PACKED if packs else Layout.STACKED
+    return site.same_call(map_values(arguments, lambda v: v if v.shared else v.to(layout, rank=site.rank)), layout)
 
 
 def _packable(value: Value, result: Any) -> bool:
@@ -282,12 +288,7 @@ def _packable(value: Value, result: Any) -> bool:
         return missing == 0 and bool(channels == result.shape[1])
     if value.shared:
         return bool(channels == 1)
-    full = missing == 0 and bool(channels == result.shape[1])
-    return full or (missing == 1 and bool(channels == result.shape[1]))
-
-
-def _packed(value: Value, rank: int) -> Value | Operand:
-    return value if value.shared else value.to(Layout.PACKED, rank=rank)
+    return missing in (0, 1) and bool(channels == result.shape[1])
 
 
 def table(targets: Iterable[OpOverload], rule: Rule) -> RuleTable:
@@ -355,17 +356,13 @@ def folding(
         layouts = {v.layout for v in operands}
         if Layout.LISTED in layouts or has_per_member(arguments):
             return loop(site, arguments, loops)
+        stacked = map_values(arguments, lambda v: v.to(Layout.STACKED))
         if rank is not None and operands[0].rank != rank:
-            return _members_as_samples(site, arguments, at_once)
+            return site.same_call(stacked, Layout.STACKED, "members as batch", at_once)
         if channelwise and Layout.PACKED in layouts:
-            args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.PACKED)))
-            return site.call(site.target, args, Layout.PACKED, "packed", efficiency=packed or at_once)
-        args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
+            operands_packed = map_values(arguments, lambda v: v.to(Layout.PACKED))
+            return site.same_call(operands_packed, Layout.PACKED, efficiency=packed or at_once)
+        args, _ = in_order(site, stacked)
         return site.call(folded, (site.target, len(args), *args), Layout.STACKED, "folded", efficiency=at_once)
 
     return rule
-
-
-def _members_as_samples(site: Site, arguments: dict[str, Any], efficiency: Efficiency) -> Call:
-    args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
-    return site.call(site.target, args, Layout.STACKED, "members as batch", efficiency=efficiency)

@@ -25,7 +25,6 @@ from hfusion.ops.rule import (
     Site,
     Value,
     has_per_member,
-    in_order,
     loop,
     map_values,
     none_listed,
@@ -46,9 +45,7 @@ def normal(dim: int, rank: int) -> int:
 
 def shifted(dim: Any, rank: int) -> Any:
     """Return one or several dims of a member as dims of the stacked value."""
-    if isinstance(dim, list | tuple):
-        return [normal(d, rank) + 1 for d in dim]
-    return normal(dim, rank) + 1
+    return _map_dims(dim, lambda d: normal(d, rank) + 1)
 
 
 def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
@@ -66,17 +63,12 @@ def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
         dims = {normal(d, rank) for name in names for d in _several(arguments[name])}
         if rank >= 2 and not dims & packed and all(v.layout is Layout.PACKED for v in operands):
             fixed = {name: _map_dims(arguments[name], lambda d: normal(d, rank)) for name in names}
-            return same_call(site, {**arguments, **fixed}, Layout.PACKED)
+            packed_operands = map_values({**arguments, **fixed}, lambda v: v.to(Layout.PACKED))
+            return site.same_call(packed_operands, Layout.PACKED)
         moved = {name: shifted(arguments[name], rank) for name in names}
-        return same_call(site, {**arguments, **moved}, Layout.STACKED)
+        return site.same_call(map_values({**arguments, **moved}, lambda v: v.to(Layout.STACKED)), Layout.STACKED)
 
     return rule
-
-
-def same_call(site: Site, arguments: dict[str, Any], layout: Layout) -> Call:
-    """Return a call of the operator itself with ``arguments``, whose operands are converted to ``layout``."""
-    args, kwargs = in_order(site, map_values(arguments, lambda v: v.to(layout)))
-    return site.call(site.target, args, layout, layout.value, kwargs)
 
 
 def _several(dim: Any) -> Sequence[int]:
@@ -103,10 +95,8 @@ def reshape(site: Site, *, self: Value, **sizes: Any) -> Call | None:
     if self.layout is Layout.LISTED:
         return loop(of_operator(site, aten.reshape.default), {"self": self, "shape": target_shape})
     if self.layout is Layout.PACKED and site.rank >= 2 and equal(self.shape[0], site.example.shape[0]):
-        return site.call(reshape_packed, (self, site.members, list(target_shape)), Layout.PACKED, "packed")
-    return site.call(
-        aten.reshape.default, (self.to(Layout.STACKED), [site.members, *target_shape]), Layout.STACKED, "stacked"
-    )
+        return site.call(reshape_packed, (self, site.members, list(target_shape)), Layout.PACKED)
+    return site.call(aten.reshape.default, (self.to(Layout.STACKED), [site.members, *target_shape]), Layout.STACKED)
 
 
 def reshape_packed(x: Tensor, members: int, shape: Sequence[int]) -> Tensor:
@@ -121,8 +111,8 @@ def flatten(site: Site, *, self: Value, start_dim: int, end_dim: int) -> Call | 
         return loop(site, {"self": self, "start_dim": start_dim, "end_dim": end_dim})
     start, end = normal(start_dim, self.rank), normal(end_dim, self.rank)
     if self.layout is Layout.PACKED and start >= 1:
-        return site.call(aten.flatten.using_ints, (self, start, end), Layout.PACKED, "packed")
-    return site.call(aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked")
+        return site.call(aten.flatten.using_ints, (self, start, end), Layout.PACKED)
+    return site.call(aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED)
 
 
 def ravel(site: Site, *, self: Value) -> Answer:
@@ -135,10 +125,8 @@ def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Cal
         return loop(site, {"self": self, "dim": dim, "sizes": sizes})
     wrapped_dim = normal(dim, self.rank)
     if self.layout is Layout.PACKED and wrapped_dim >= 1:
-        return site.call(unflatten_packed, (self, site.members, wrapped_dim, list(sizes)), Layout.PACKED, "packed")
-    return site.call(
-        aten.unflatten.int, (self.to(Layout.STACKED), wrapped_dim + 1, list(sizes)), Layout.STACKED, "stacked"
-    )
+        return site.call(unflatten_packed, (self, site.members, wrapped_dim, list(sizes)), Layout.PACKED)
+    return site.call(aten.unflatten.int, (self.to(Layout.STACKED), wrapped_dim + 1, list(sizes)), Layout.STACKED)
 
 
 def unflatten_packed(x: Tensor, members: int, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -153,9 +141,9 @@ def reshape_as(site: Site, *, self: Value, other: Value) -> Call | None:
     if Layout.LISTED in (self.layout, other.layout):
         return loop(of_operator(site, aten.reshape_as.default), {"self": self, "other": other})
     if other.shared:
-        return site.call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED, "stacked")
+        return site.call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED)
     operands = (self.to(Layout.STACKED), other.to(Layout.STACKED))
-    return site.call(aten.reshape_as.default, operands, Layout.STACKED, "stacked")
+    return site.call(aten.reshape_as.default, operands, Layout.STACKED)
 
 
 def reshape_to(x: Tensor, other: Tensor) -> Tensor:
@@ -167,9 +155,9 @@ def reshape_to(x: Tensor, other: Tensor) -> Tensor:
 def permute(site: Site, *, self: Value, dims: Sequence[int]) -> Call | None:
     order = [normal(d, self.rank) for d in dims]
     if self.layout is Layout.PACKED and order[:2] == [0, 1]:
-        return site.call(aten.permute.default, (self, order), Layout.PACKED, "packed")
+        return site.call(aten.permute.default, (self, order), Layout.PACKED)
     stacked = (self.to(Layout.STACKED), [0, *(d + 1 for d in order)])
-    return site.call(aten.permute.default, stacked, Layout.STACKED, "stacked")
+    return site.call(aten.permute.default, stacked, Layout.STACKED)
 
 
 def reverse(site: Site, *, self: Value) -> Answer:
@@ -191,11 +179,7 @@ def squeeze(site: Site, *, self: Value) -> Answer:
     """Remove only dims of size 1 of the member's tensor, never the member dim."""
     ones = [k for k, size in enumerate(self.shape) if equal(size, 1)]
     if not ones:
-        return (
-            None
-            if self.layout is Layout.LISTED
-            else site.call(identity, (self,), self.layout, self.layout.value, view=View.ALWAYS)
-        )
+        return None if self.layout is Layout.LISTED else site.call(identity, (self,), self.layout, view=View.ALWAYS)
     return RULES[aten.squeeze.dims](of_operator(site, aten.squeeze.dims), self=self, dim=ones)
 
 
@@ -203,16 +187,16 @@ def squeeze(site: Site, *, self: Value) -> Answer:
 def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
     wrapped_dim = normal(dim, self.rank + 1)
     if self.layout is Layout.PACKED and wrapped_dim >= 2:
-        return site.call(site.target, (self, wrapped_dim), Layout.PACKED, "packed")
-    return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1), Layout.STACKED, "stacked")
+        return site.call(site.target, (self, wrapped_dim), Layout.PACKED)
+    return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1), Layout.STACKED)
 
 
 @none_listed
 def expand(site: Site, *, self: Value, size: Sequence[Any], implicit: bool = False) -> Call | None:
     if self.layout is Layout.PACKED and site.rank == self.rank and equal(self.shape[1], site.example.shape[1]):
-        return site.call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED, "packed")
+        return site.call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED)
     x = self.to(Layout.STACKED, rank=site.rank)
-    return site.call(aten.expand.default, (x, [site.members, *size]), Layout.STACKED, "stacked")
+    return site.call(aten.expand.default, (x, [site.members, *size]), Layout.STACKED)
 
 
 def expand_as(site: Site, *, self: Value, other: Value) -> Call | None:
@@ -223,8 +207,8 @@ def expand_as(site: Site, *, self: Value, other: Value) -> Call | None:
         return site.call(expand_to_first, (self, other, other.layout.value, site.members), Layout.SHARED, "shared")
     x = self.to(Layout.STACKED, rank=site.rank)
     if other.shared:
-        return site.call(expand_to, (x, other), Layout.STACKED, "stacked")
-    return site.call(aten.expand_as.default, (x, other.to(Layout.STACKED)), Layout.STACKED, "stacked")
+        return site.call(expand_to, (x, other), Layout.STACKED)
+    return site.call(aten.expand_as.default, (x, other.to(Layout.STACKED)), Layout.STACKED)
 
 
 def expand_to(x: Tensor, other: Tensor) -> Tensor:
@@ -250,7 +234,7 @@ _roll = along("dims", packed=NEEDS_1)
 def triangle(site: Site, *, self: Value, diagonal: Any) -> Call | None:
     """The last two dims are the matrix."""
     layout = Layout.PACKED if self.layout is Layout.PACKED and self.rank >= 4 else Layout.STACKED
-    return same_call(site, {"self": self, "diagonal": diagonal}, layout)
+    return site.same_call({"self": self.to(layout), "diagonal": diagonal}, layout)
 
 
 def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any) -> Answer:
@@ -258,9 +242,9 @@ def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any
     whole = start in (None, 0) and end in (None, _TO_THE_END) and step == 1
     if whole and self.layout is Layout.LISTED:
         args: tuple[Any, ...] = (site.members, (self,), {})
-        return site.call(listed_identity, args, self.layout, self.layout.value, view=View.ALWAYS, loops=True)
+        return site.call(listed_identity, args, self.layout, view=View.ALWAYS, loops=True)
     if whole:
-        return site.call(identity, (self,), self.layout, self.layout.value, view=View.ALWAYS)
+        return site.call(identity, (self,), self.layout, view=View.ALWAYS)
     return _SLICE(site, self=self, dim=dim, start=start, end=end, step=step)
 
 
@@ -287,7 +271,7 @@ def as_strided(
     if not self.example.is_contiguous() or self.example.storage_offset() != 0:
         strides(site)
     args = (self.to(Layout.STACKED), list(size), list(stride), storage_offset or 0)
-    return site.call(strided, args, Layout.STACKED, "stacked")
+    return site.call(strided, args, Layout.STACKED)
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
@@ -329,7 +313,7 @@ def repeat(site: Site, *, self: Value, **repeats: Any) -> Call | None:
     (counts,) = repeats.values()
     counts = [1] * (self.rank - len(counts)) + list(counts)
     x = self.to(Layout.STACKED, rank=len(counts))
-    return site.call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
+    return site.call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED)
 
 
 @none_listed
@@ -338,7 +322,7 @@ def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None,
         return loop(site, {"self": self, "repeats": repeats, "dim": dim, **rest})
     x = self.to(Layout.STACKED)
     if dim is None:
-        return site.call(repeat_flat, (x, repeats), Layout.STACKED, "stacked")
+        return site.call(repeat_flat, (x, repeats), Layout.STACKED)
     return site.call(site.target, (x, repeats, normal(dim, self.rank) + 1), Layout.STACKED, "stacked", rest)
 
 
@@ -356,10 +340,10 @@ def cat(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     wrapped_dim = normal(dim, rank)
     if all(v.layout is Layout.PACKED for v in tensors):
         if wrapped_dim == 1:
-            return site.call(cat_channels, (list(tensors), site.members), Layout.PACKED, "packed")
-        return site.call(aten.cat.default, (list(tensors), wrapped_dim), Layout.PACKED, "packed")
+            return site.call(cat_channels, (list(tensors), site.members), Layout.PACKED)
+        return site.call(aten.cat.default, (list(tensors), wrapped_dim), Layout.PACKED)
     stacked = [v.to(Layout.STACKED) for v in tensors]
-    return site.call(aten.cat.default, (stacked, wrapped_dim + 1), Layout.STACKED, "stacked")
+    return site.call(aten.cat.default, (stacked, wrapped_dim + 1), Layout.STACKED)
 
 
 def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
@@ -371,9 +355,9 @@ def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
 def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     wrapped_dim = normal(dim, site.rank)
     if wrapped_dim >= 2 and all(v.layout is Layout.PACKED for v in tensors):
-        return site.call(aten.stack.default, (list(tensors), wrapped_dim), Layout.PACKED, "packed")
+        return site.call(aten.stack.default, (list(tensors), wrapped_dim), Layout.PACKED)
     stacked = [v.to(Layout.STACKED) for v in tensors]
-    return site.call(aten.stack.default, (stacked, wrapped_dim + 1), Layout.STACKED, "stacked")
+    return site.call(aten.stack.default, (stacked, wrapped_dim + 1), Layout.STACKED)
 
 
 def cat_along(dim: int, least: int) -> Rule:
