@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -164,14 +163,9 @@ def test_arrays_and_loaders_may_be_anywhere(array_device: str, loader_device: st
         torch.testing.assert_close(tensor, after[name].to(array_device), rtol=1e-9, atol=1e-12)
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.GELU())))
-        self.head = nn.Linear(2048, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.layers(x))
+def wide() -> nn.Module:
+    layers = (layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.GELU()))
+    return nn.Sequential(*layers, nn.Linear(2048, 3))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +179,7 @@ def test_what_is_accounted_for_is_what_is_allocated(count: int, resident: bool, 
     loader = [
         (torch.randn(512, 2048, generator=generator), torch.randint(3, (512,), generator=generator)) for _ in range(4)
     ]
-    array = hf.fuse([Wide() for _ in range(4)], verify=False)
+    array = hf.fuse([wide() for _ in range(4)], verify=False)
     one = hf.Task(array, cross_entropy, optimizer=adamw_of, loader=loader, seed=0, compile=compiled)
     on = cuda_machine(["cuda:0"], "8GiB")
     plan = planned([one], on, [count], [resident])

@@ -150,41 +150,24 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
 
 
 def for_compilation(program: Program) -> Program:
-    """``program`` as steps that are compiled: the second of one size is, and serves another number of samples."""
-    inputs = tuple(Input(spec.kind, spec.stacked) for spec in program.inputs)
+    """``program`` as steps that are compiled: the second of one size is, and serves another number of samples.
+
+    A parameter scales the first result: of inputs without a gradient, and frozen, nothing would be trained.
+    """
+    net, (first, *rest) = program.net, program.net.results
+    kind = net.kinds()[first]
+    if kind in FLOATS:
+        scaled = Statement(Piece((kind,), (kind,), "{o} = {0} * {s}", init=SCALE), (first,), ("trained",), "s_trained")
+        net = replace(net, statements=(*net.statements, scaled), results=("trained", *rest))
     step = Step("train", "step", program.steps[0].n, program.steps[0].t)
     return replace(
-        _with_gradients(program), inputs=inputs, steps=(step, step, step, replace(step, n=step.n + 2)), joint="compiled"
+        program,
+        blocks=(*program.blocks[:-1], net),
+        inputs=tuple(Input(spec.kind, spec.stacked) for spec in program.inputs),
+        loss=program.loss.replace(f'out["{first}"]', 'out["trained"]'),
+        steps=(step, step, step, replace(step, n=step.n + 2)),
+        joint="compiled",
     )
-
-
-def _with_gradients(program: Program) -> Program:
-    """``program``, whose first result then is trained: of inputs without a gradient, and frozen, nothing would be."""
-    net, rng = program.net, random.Random(program.seed)
-    kinds, (first, *rest) = net.kinds(), net.results
-    if _reached(net) & set(net.results) or kinds[first] not in FLOATS:
-        return program
-    kind = kinds[first]
-    layers = [p for p in GROUPS["layers"] if p.module.startswith(TRAINED) and p.takes == p.gives == (kind,)]
-    piece = rng.choice(layers) if layers else Piece((kind,), (kind,), "{o} = {0} * {s}", init=SCALE)
-    trained = Statement(piece, (first,), ("trained",), "s_trained")
-    ended = replace(net, statements=(*net.statements, trained), results=("trained", *rest))
-    loss = program.loss.replace(f'out["{first}"]', 'out["trained"]')
-    return replace(program, blocks=(*program.blocks[:-1], ended), loss=loss)
-
-
-def _reached(net: Block) -> set[str]:
-    """The values of ``net`` that mostly depend on trained parameters."""
-    reached: set[str] = set()
-    for s in net.statements:
-        text = s.piece.module + s.piece.init
-        is_trained = any(part in text for part in (*TRAINED, "nn.Parameter", "Block")) and s.care not in (
-            "frozen",
-            "shared",
-        )
-        if not s.region and (is_trained or reached & set(s.operands)):
-            reached |= {*s.results, *s.operands[: s.piece.writes]}
-    return reached
 
 
 def _forms(rng: random.Random, count: int) -> tuple[str, ...]:
