@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -131,18 +130,15 @@ def failing_tests(copy: Path, paths: Sequence[str], *, fast: bool = False, first
     options = ["-q", "-p", "no:cacheprovider", "--tb=no", f"--timeout={TEST_SECONDS}"]
     options += [*["-x"] * first, *["--fast"] * fast, *paths]
     output = copy.parent / "output.txt"
-    if (child := os.fork()) == 0:
-        _run_pytest(copy, options, output)
-    deadline = time.monotonic() + SECONDS
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if done == (0, 0):
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    child = get_context("fork").Process(target=_run_pytest, args=(copy, options, output))
+    child.start()
+    child.join(SECONDS)
+    if child.exitcode is None:
+        os.killpg(child.pid or 0, signal.SIGKILL)
         return [f"{paths[0]}: no result after {SECONDS} s"]
     text = output.read_text(errors="replace")
     found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
-    status = os.waitstatus_to_exitcode(done[1])
+    status = child.exitcode
     if status == 4 and "ERROR: not found:" in text:
         return None
     if status in (3, 4):

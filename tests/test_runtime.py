@@ -31,6 +31,7 @@ from tests.trained import (
     plain,
     planned,
     task,
+    wide,
 )
 
 # Any plan, on any devices, by any policy: the same bits as the plain loop, within every budget.
@@ -163,11 +164,6 @@ def test_arrays_and_loaders_may_be_anywhere(array_device: str, loader_device: st
         torch.testing.assert_close(tensor, after[name].to(array_device), rtol=1e-9, atol=1e-12)
 
 
-def wide() -> nn.Module:
-    layers = (layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.GELU()))
-    return nn.Sequential(*layers, nn.Linear(2048, 3))
-
-
 @pytest.mark.parametrize(
     ("count", "resident", "compiled"),
     [(1, True, False), (1, True, True), (6, False, False)],
@@ -179,7 +175,7 @@ def test_what_is_accounted_for_is_what_is_allocated(count: int, resident: bool, 
     loader = [
         (torch.randn(512, 2048, generator=generator), torch.randint(3, (512,), generator=generator)) for _ in range(4)
     ]
-    array = hf.fuse([wide() for _ in range(4)], verify=False)
+    array = hf.fuse([wide(2048) for _ in range(4)], verify=False)
     one = hf.Task(array, cross_entropy, optimizer=adamw_of, loader=loader, seed=0, compile=compiled)
     on = cuda_machine(["cuda:0"], "8GiB")
     plan = planned([one], on, [count], [resident])

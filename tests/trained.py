@@ -64,6 +64,11 @@ class Dropping(nn.Module):
         return self.second(F.dropout(self.first(x), 0.3, self.training))
 
 
+def wide(size: int) -> nn.Module:
+    """Return a model large enough for rounding of sizes to play no part."""
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(size, size), nn.GELU())), nn.Linear(size, 3))
+
+
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target)
 

@@ -6,14 +6,12 @@ Runs of a population that saves itself; those of hf.train are in tests/cluster/r
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import select
 import signal
 import tempfile
 import time
-import traceback
 from hashlib import blake2b
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -25,8 +23,9 @@ from tests.checkpoint.living import OPTIONS, Batches, Net, population, train
 STEPS, EVERY = 40, 2
 
 
-def living(root: Path, out: int) -> None:
+def living(root: Path, out: Path) -> None:
     """Train a population to the end from its last save; tell of every save, and in the end of what there is."""
+    torch.set_num_threads(1)
     batches = Batches()
     if saves(root):
         pop = hf.Population.load(root, Net, loader=batches, **OPTIONS)
@@ -48,40 +47,22 @@ def checksum(tensors: list[torch.Tensor]) -> str:
     return blake2b(packed).hexdigest()
 
 
-def tell(out: int, event: str, value: object) -> None:
-    os.write(out, f"{event} {value}\n".encode())
+def tell(out: Path, event: str, value: object) -> None:
+    with out.open("a") as file:
+        file.write(f"{event} {value}\n")
 
 
 def start(root: Path, seconds: float | None) -> list[list[str]]:
-    """Train in a child process, kill it after ``seconds``, and return the events that it has printed."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read_end)
-        torch.set_num_threads(1)
-        try:
-            living(root, write_end)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.close(write_end)
-    output, end = b"", None if seconds is None else time.monotonic() + seconds
-    while True:
-        remaining = None if end is None else max(0.0, end - time.monotonic())
-        if not select.select([read_end], [], [], remaining)[0]:
-            os.kill(child, signal.SIGKILL)
-            end = None
-            continue
-        chunk = os.read(read_end, 65536)
-        if not chunk:
-            break
-        output += chunk
-    os.close(read_end)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert ended in (0, -signal.SIGKILL), "the run failed by itself"
-    return [line.split() for line in output.decode().splitlines()]
+    """Train in a child process, kill it after ``seconds``, and return the events that it has told."""
+    out = root.with_suffix(".events")
+    out.write_text("")
+    child = get_context("fork").Process(target=living, args=(root, out))
+    child.start()
+    child.join(seconds)
+    child.kill()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), "the run failed by itself"
+    return [line.split() for line in out.read_text().splitlines()]
 
 
 def last(events: list[list[str]], event: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hfusion.core.errors import FusionError
 from hfusion.tasks.resident_training import LossQueue
 from tests.simulated.device import install
 from tests.simulated.queues import QUEUES
-from tests.trained import EPOCHS, Way, adamw, batches, cross_entropy, fused, momentum, planned, task
+from tests.trained import EPOCHS, Way, adamw, batches, cross_entropy, fused, momentum, planned, task, wide
 
 LOADER = batches(torch.float64, 3)
 THERE = "sim:0"
@@ -133,18 +133,6 @@ def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
         assert late == 16 if lag == 1 else late <= 16
 
 
-class Wide(nn.Module):
-    """Large enough for rounding to play no part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
-        self.head = nn.Linear(256, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.layers(x))
-
-
 def bytes_accounted_for_are_those_of_all_tensors_on_the_device() -> None:
     loader = [(torch.randn(128, 256), torch.randint(3, (128,))) for _ in range(2)]
     # Minibatches that are evaluated may be larger. What was loaded of one stays to its end, which is not accounted for.
@@ -157,7 +145,12 @@ def bytes_accounted_for_are_those_of_all_tensors_on_the_device() -> None:
         (6, False, evaluated),
     ):
         task = hf.Task(
-            fused(Wide, torch.float32), cross_entropy, optimizer=adamw, loader=loader, eval_loader=eval_loader, seed=0
+            fused(partial(wide, 256), torch.float32),
+            cross_entropy,
+            optimizer=adamw,
+            loader=loader,
+            eval_loader=eval_loader,
+            seed=0,
         )
         plan = planned([task], on, [count], [resident])
         before = list(QUEUES.taken)
