@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
+from tests.acts.acts import CutError
 from tests.acts.clients import OPTIMIZERS, SCHEDULES, Setup
 from tests.acts.zoo import ZOO, Entry, loss
 from tests.alone import Member, Own, close
@@ -41,10 +42,6 @@ class PruneOne(optuna.pruners.BasePruner):
 
     def prune(self, study: Any, trial: Any) -> bool:
         return bool(trial.number == 1)
-
-
-class CutError(Exception):
-    """Ends a sweep."""
 
 
 @dataclass

@@ -8,8 +8,8 @@ import math
 import os
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -118,24 +118,18 @@ def test_a_save_that_goes_while_it_is_read_is_read_as_the_next(tmp_path: Path, m
 
 def test_writers_and_a_reader_side_by_side(tmp_path: Path) -> None:
     save(tmp_path)
-    failed: list[BaseException] = []
 
     def write(start: int) -> None:
-        try:
-            for step in range(start, start + 12):
-                save(tmp_path, step, keep=1)
-        except BaseException as error:
-            failed.append(error)
+        for step in range(start, start + 12):
+            save(tmp_path, step, keep=1)
 
-    writers = [Thread(target=write, args=(start,)) for start in (100, 200)]
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write, start) for start in (100, 200)]
+        while not all(writer.done() for writer in writers):
+            saved = files.read(tmp_path)
+            assert torch.equal(saved.tensors["x"], torch.full((2,), float(saved.step)))
     for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        saved = files.read(tmp_path)
-        assert torch.equal(saved.tensors["x"], torch.full((2,), float(saved.step)))
-    for writer in writers:
-        writer.join()
-    assert failed == []
+        writer.result()
     save(tmp_path, 300, keep=1)
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -8,7 +8,7 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,45 +145,29 @@ def train(rounds: int) -> None:
         hf.fuse([Branch(4, 1).double(), Branch(4, 1).double()])(x)
 
 
-def chatter(counts: dict[str, int]) -> None:
-    x = torch.ones(2, requires_grad=True)
-    print(".", end="")
-    Sevenfold.apply(x).sum().backward()
-    assert x.grad is not None
-    assert (x.grad == 7).all()
-    nn.Linear(2, 2)(x.detach())
-    counts["rounds"] += 1
-
-
-def repeated(run: Callable[[], None], stop: threading.Event, errors: list[BaseException]) -> None:
-    try:
-        while not stop.wait(0.005):
-            run()
-    except BaseException as error:
-        errors.append(error)
+def chatter(stop: threading.Event) -> int:
+    rounds = 0
+    while not stop.wait(0.005):
+        x = torch.ones(2, requires_grad=True)
+        print(".", end="")
+        Sevenfold.apply(x).sum().backward()
+        assert x.grad is not None
+        assert (x.grad == 7).all()
+        nn.Linear(2, 2)(x.detach())
+        rounds += 1
+    return rounds
 
 
 def test_threads_that_capture_and_one_that_talks(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[BaseException] = []
-    stop, counts, out = threading.Event(), {"rounds": 0}, io.StringIO()
+    stop, out = threading.Event(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     before = torch.autograd.Function.__dict__["apply"], nn.Module.__call__, sys.stdout, sys.stderr
 
-    def guarded() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        talker = pool.submit(chatter, stop)
         try:
-            train(2)
-        except BaseException as error:
-            errors.append(error)
-
-    threads: list[Any] = [threading.Thread(target=guarded) for _ in range(2)]
-    talker = threading.Thread(target=repeated, args=(lambda: chatter(counts), stop, errors))
-    for thread in (talker, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stop.set()
-    talker.join()
-    if errors:
-        raise errors[0]
+            list(pool.map(train, (2, 2)))
+        finally:
+            stop.set()
     assert (torch.autograd.Function.__dict__["apply"], nn.Module.__call__, sys.stdout, sys.stderr) == before
-    assert counts["rounds"] == out.getvalue().count(".") > 0
+    assert talker.result() == out.getvalue().count(".") > 0

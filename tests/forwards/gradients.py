@@ -233,15 +233,13 @@ class Derived(nn.Module):
             return self.derived(self, x.detach().requires_grad_())
 
 
-def derivative(name="", calls=POINTS, loops="", says="", grads=True, training=(True,), **options):
+def derivative(name="", activation=nn.Tanh, norm=False, **fields):
     """Add a row whose forward takes a derivative."""
 
     def add(derived):
         text = name or derived.__name__.replace("_", " ")
-        row(
-            f"derivative: {text}", make=lambda: Derived(derived, **options), calls=calls, loops=loops, says=says,
-            grads=grads, training=training,
-        )  # fmt: skip
+        make = lambda: Derived(derived, activation, norm)  # noqa: E731
+        row(f"derivative: {text}", make=make, **{"calls": POINTS, **fields})
         return derived
 
     return add

@@ -426,7 +426,6 @@ def opaque(self, x, twice=False, *, shift=None):
 for factors in ((1.0, 1.0, 1.0), (1.0, 2.0, 1.0)):
     row(
         f"keywords and buffers of {factors}",
-        lambda self, x: self.fc(self.inside(self.inside(self.fc(x), twice=True)["y"], shift=x)["pair"][0]),
         make=lambda k, factors=factors: _keywords(factors[k]),
         members=3,
         calls=stacked(3),
