@@ -135,12 +135,15 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
         blocks.append(_block(rng, f"Block{k}", blocks, scale, island=rng.random() < 0.2, members=members))
     net = _net(rng, blocks, inputs, scale, members)
     target = Input("lab" if rng.random() < 0.4 else "vec", rng.random() < 0.25)
+    # How the inputs are passed: the last ones by name.
+    named = min(rng.choice((0, 0, 1, len(inputs))), len(inputs))
+    forms = ("plain",) * (len(inputs) - named) + ("keyword",) * named
     return Program(
         seed,
         members,
         (*blocks, net),
         tuple(inputs),
-        _forms(rng, len(inputs)),
+        forms,
         target,
         _loss(rng, net, target.kind),
         rng.choice(OPTIMIZERS),
@@ -168,12 +171,6 @@ def for_compilation(program: Program) -> Program:
         steps=(step, step, step, replace(step, n=step.n + 2)),
         joint="compiled",
     )
-
-
-def _forms(rng: random.Random, count: int) -> tuple[str, ...]:
-    """How the inputs are passed: the last ones by name."""
-    named = rng.choice((0, 0, 1, count))
-    return ("plain",) * (count - min(named, count)) + ("keyword",) * min(named, count)
 
 
 def _net(rng: random.Random, blocks: Sequence[Block], inputs: Sequence[Input], scale: Scale, members: int) -> Block:

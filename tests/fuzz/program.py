@@ -79,30 +79,24 @@ class Statement:
         module = self.piece.module.format(**names)
         if self.care == "shared":
             module = f'once("{block}.{self.slot}", lambda: {module})'
-        lines = [f"{self.place} = {self._held(module)}" if self.holder != "dict" else f"{self.place} = {module}"]
-        if self.care in ("frozen", "shared"):
-            lines.append(f"{self.place}.requires_grad_(False)")
-        if self.care == "eval":
-            lines.append(f"{self.place}.eval()")
-        if self.holder in ("list", "seq"):
-            lines = [line.replace(self.place, f"self.{self.slot}", 1) for line in lines]
-        return lines
-
-    def _held(self, module: str) -> str:
         if self.holder == "list":
-            return f"nn.ModuleList([{module}])"
+            module = f"nn.ModuleList([{module}])"
         if self.holder == "seq":
-            return f"nn.Sequential({', '.join((module, *self.chain))})"
-        return module
+            module = f"nn.Sequential({', '.join((module, *self.chain))})"
+        holder = self.place if self.holder == "dict" else f"self.{self.slot}"
+        lines = [f"{holder} = {module}"]
+        if self.care in ("frozen", "shared"):
+            lines.append(f"{holder}.requires_grad_(False)")
+        if self.care == "eval":
+            lines.append(f"{holder}.eval()")
+        return lines
 
     @property
     def place(self) -> str:
         """How forward reaches the state."""
-        if self.piece.init:
-            return f"self.{self.slot}"
-        return {"dict": f'self.parts["{self.slot}"]', "list": f"self.{self.slot}[0]"}.get(
-            self.holder, f"self.{self.slot}"
-        )
+        if self.holder == "dict":
+            return f'self.parts["{self.slot}"]'
+        return f"self.{self.slot}[0]" if self.holder == "list" else f"self.{self.slot}"
 
     def lines(self) -> list[str]:
         """The lines of ``forward``."""
