@@ -172,7 +172,7 @@ class FusedOptimizer(Formula, Optimizer):
         work = self._work()
         # Members for which a parameter that has a gradient was not used, and so would have none alone.
         absent = [(p, absent_rows(p.grad)) for p in self._params() if p.grad is not None] if any_absent() else []
-        skipped: SkippedRows = {param: rows.reshape(-1) for param, rows in absent if rows is not None}
+        skipped: SkippedRows = {p: rows.reshape(-1) for p, rows in absent if rows is not None} if absent else {}
         resting = self._held
         # A torch.amp.GradScaler has these for the time of a step.
         if (found_inf := getattr(self, "found_inf", None)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 State: TypeAlias = dict[str, Tensor]
 
-_GRAD = attrgetter("grad")
+_GRAD, _BYTES = attrgetter("grad"), methodcaller("tobytes")
 
 # Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
 KERNELS: Mapping[str, Callable[[KernelProgram, StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
@@ -74,13 +74,14 @@ class Group:
             for param, grad in zip(self._params, grads, strict=True):
                 check_gradient(param, membership_of(param), grad)
             self._guards = tensor_guards(grads)
-        dtype, contiguous = self._dtype, self.stepper.contiguous
+        dtype = self._dtype
         if not self._mark.stacked:
             grads = [grad.unsqueeze(0) for grad in grads]
         if dtype.is_complex:
             grads = [grad.resolve_conj() for grad in grads]
-        grads = [grad if grad.dtype is dtype else grad.to(dtype) for grad in grads]
-        return [grad.contiguous() for grad in grads] if contiguous else grads
+        if not self.stepper.contiguous:
+            return [grad if grad.dtype is dtype else grad.to(dtype) for grad in grads]
+        return [grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in grads]
 
 
 def _stepper(tensors: StepTensors) -> Stepper:
@@ -399,11 +400,14 @@ class PreparedUpdate:
 
     def _vector_contents(self) -> list[int | bytes]:
         """Return where the hyper-parameters lie, and their bytes, which also what numpy has written is in."""
-        return [*map(Tensor.data_ptr, self._vectors), *(array.tobytes() for array in self._arrays)]
+        return [*map(Tensor.data_ptr, self._vectors), *map(_BYTES, self._arrays)]
 
     def _values(self, optimizer: FusedOptimizer) -> list[object]:
         """Return the values of hyper-parameters and options. A pair is one: it can only be replaced."""
-        return [value for group in optimizer.param_groups for value in self._read(group)]
+        values: list[object] = []
+        for group in optimizer.param_groups:
+            values += self._read(group)
+        return values
 
     def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
         """Return every other object that a step depends on."""
