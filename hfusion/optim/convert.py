@@ -16,9 +16,8 @@ from hfusion.optim.formulas import Adam, AdamW
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import ParamGroup
 
-# How torch runs a step, not what it computes.
-_EXECUTION = ("foreach", "fused", "capturable")
-_INTERNAL = ("params", "param_names", "differentiable", *_EXECUTION)
+# Not what a step computes; the last three are how torch runs it.
+_INTERNAL = ("params", "param_names", "differentiable", "foreach", "fused", "capturable")
 
 
 class FusedArray(Protocol):

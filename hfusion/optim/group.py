@@ -48,13 +48,13 @@ class Group:
 
     def __init__(self, formula: type[Formula], params: list[Tensor], state: list[State], settings: Settings) -> None:
         names, self._params = settings.names, params
-        self._mark = membership_of(params[0])
+        mark = self._mark = membership_of(params[0])
         self._dtype = params[0].dtype
         masters = state_dtype(params[0], settings.options.master_weights) != self._dtype
         columns = [MASTER_STACK, *names] if masters else names
         tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
-        stacks = [[member_rows(tensor, self._mark) for tensor in column] for column in tensors]
-        numbers = {name: [member_rows(entry[name], self._mark) for entry in state] for name in formula.numbers if state}
+        stacks = [[member_rows(tensor, mark) for tensor in column] for column in tensors]
+        numbers = {name: [member_rows(entry[name], mark) for entry in state] for name in formula.numbers if state}
         inner = _stepper(StepTensors(formula, settings.options, names, stacks[masters:], numbers))
         self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner) if masters else inner
         # The parameters, as `torch.autograd.graph.increment_version` takes them. Steppers may hold addresses only.

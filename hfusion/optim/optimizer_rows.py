@@ -134,10 +134,9 @@ def _read_new_hypers(
 
     They are ``new_hypers``, which the user passed, or else the initial ones. Members that ``restart`` keep theirs.
     """
-    unknown = [key for key in new_hypers if key not in {hyper.key for hyper in optimizer.hypers}]
-    if unknown:
-        keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
-        raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {keys}")
+    keys = list(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
+    if unknown := [key for key in new_hypers if key not in keys]:
+        raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {', '.join(keys)}")
     given: dict[str, Tensor] = {}
     for hyper in optimizer.hypers:
         if hyper.key in new_hypers:
