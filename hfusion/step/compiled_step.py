@@ -330,19 +330,15 @@ class ByOperator(fx.Interpreter):
         views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
         return super().call_function(torch.ops.aten.reshape.default if target in views else target, args, kwargs)
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node. Operators that need exact strides get operands in the memory order of the trace."""
-        if torch.Tag.needs_exact_strides not in getattr(n.target, "tags", ()):
-            return super().run_node(n)
-        before = {operand: self.env[operand] for operand in n.all_input_nodes}
-        self.env |= {
-            operand: _in_order(value, operand.meta["val"]) if isinstance(value, Tensor) else value
-            for operand, value in before.items()
-        }
-        try:
-            return super().run_node(n)
-        finally:
-            self.env |= before
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """Return the arguments of a node; in the memory order of the trace for operators that need exact strides."""
+        exact = torch.Tag.needs_exact_strides in getattr(n.target, "tags", ())
+
+        def fetch(operand: fx.Node) -> Any:
+            value = self.env[operand]
+            return _in_order(value, operand.meta["val"]) if exact and isinstance(value, Tensor) else value
+
+        return fx.map_arg((n.args, n.kwargs), fetch)
 
 
 def _in_order(tensor: Tensor, example: Tensor) -> Tensor:
