@@ -257,7 +257,7 @@ class _BodyCall:
         # name, take it for the beginning of its storage.
         for result in results:
             if result.grad_fn is not None:
-                result.register_hook(torch.clone)
+                result.register_hook(lambda grad: None if grad is None else grad.clone())
         values = [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []
         return [*results, *values]
 

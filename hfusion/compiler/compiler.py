@@ -11,7 +11,7 @@ from typing import Any
 from hfusion.capture.capture_member import VaryingSizes, specializes
 from hfusion.capture.export_context import apart, collecting_rarely, told_autocast
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, compile_array
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
 from hfusion.device.backend import active_autocast
@@ -111,9 +111,10 @@ class Compiler:
         many = sum(closed) >= MAX_CLOSED
         if many and loose in self.refused:
             raise FusionError(self.refused[loose])
-        if len(family) >= MAX_PROGRAMS:
+        if self.opens and len(family) >= MAX_PROGRAMS:
             self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
-        sizes = VaryingSizes(dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
+        why = self.whole.get(loose, "")
+        sizes = VaryingSizes(dims, many, why) if self.opens else VaryingSizes(whole=why)
         try:
             with outside_transforms(), apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
                 plain = arguments.mapped(unwrapped)

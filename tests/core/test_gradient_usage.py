@@ -90,6 +90,26 @@ class Two(nn.Module):
         return self.exit(h, x), self.aux(h)
 
 
+class After(nn.Module):
+    """A looped layer before an exit, which gets no gradient from some members."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.exit = Looped(), Exit()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.exit(self.first(x), x))
+
+
+class Looped(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if float(x.detach().sum()) > -100 else 1)
+
+
 def batch(*keys: float) -> Tensor:
     """One input for each member, whose first value decides on its branch."""
     xs = torch.rand(len(keys), 5, 4, dtype=torch.float64) / 2
@@ -190,6 +210,7 @@ def test_equals_alone(make: Callable[[], nn.Module], name: str, options: dict[st
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
     "before": (Before, whole),
     "both results": (Two, whole),
+    "after a loop": (After, whole),
 }
 
 
@@ -213,3 +234,14 @@ def test_clipping_counts_what_is_there() -> None:
         torch.testing.assert_close(norms[:2], torch.stack(alone[:2]))
         pair.step()
         pair.check()
+
+
+def test_a_planned_array_loops_where_a_part_does_what_its_capture_did_not() -> None:
+    """The first member, which is captured, gives a new tensor; the last one gives back its input."""
+    models, *_ = array_of(Inside)
+    fused = hf.fuse(copy.deepcopy(models))
+    fused.planned_for(torch.device("cpu"))
+    for keys in KEYS:
+        xs = batch(*keys)
+        expected = [model(x) for model, x in zip(models, xs, strict=True)]
+        close(fused(hf.stacked(xs)), expected, "outputs")
