@@ -23,7 +23,7 @@ from hfusion.capture.eager_runs import (
 from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import CODE, check_restorable, restored, variables
 from hfusion.capture.reachable_code import CodeSearch, search_of
-from hfusion.capture.registered_tensors import check_registered, tensors
+from hfusion.capture.registered_tensors import check_registered, shared_memory, tensors
 from hfusion.capture.skeleton import is_restrided
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.memory import same_values
@@ -87,9 +87,10 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     with restored(module, search):
         called = twin(module)
         before, around, registered = contents(called), variables(search), dict(tensors(called))
+        shared = shared_memory(registered)
         outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs), search.all_names), copy_of=module)
         _check_gradients(module, called)
-        check_registered(module, registered, called)
+        check_registered(module, registered, shared, called)
         changed = _changed(around, variables(search))
         check_restorable(search, changed)
         flags = {name: tensor.requires_grad for name, tensor in tensors(module)}

@@ -78,19 +78,21 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
                 yield key, other_key
 
 
-def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
+def shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
     """Return each name, in a pair after the first name with the same storage, which may be itself."""
     first: dict[int, str] = {}
     addresses = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
     return frozenset((first.setdefault(address, name), name) for name, address in addresses.items() if address)
 
 
-def check_registered(module: nn.Module, before: Mapping[str, Tensor], member: nn.Module) -> None:
+def check_registered(
+    module: nn.Module, before: Mapping[str, Tensor], shared: frozenset[tuple[str, str]], member: nn.Module
+) -> None:
     """Raise FusionError for changes of tensors by forward that a stack cannot represent.
 
     Args:
         module: the original of ``member``, as it was before the call.
-        before, member: the tensors of the copy before the call, and the copy after it.
+        before, shared: the tensors of the copy ``member`` before the call, and its `shared_memory` then.
     """
     named, originals = dict(tensors(member)), dict(tensors(module))
     for name in {**named, **before}:
@@ -115,7 +117,7 @@ def check_registered(module: nn.Module, before: Mapping[str, Tensor], member: nn
                 f"{first} and {name} are one tensor, and forward makes them two by assigning one of them; write "
                 "into it, or untie them before fusing: assign a clone(), or call the models once"
             )
-    for first, second in _shared_memory(named) - _shared_memory(originals):
+    for first, second in shared_memory(named) - shared:
         if first != second:
             raise FusionError(f"forward makes {first} and {second} share memory; assign a clone() to one of them")
     for name, _ in module.named_parameters():
