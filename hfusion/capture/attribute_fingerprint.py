@@ -247,6 +247,8 @@ class _AttributeReader(KeyReader):
 
     def _object(self, value: Any, path: str) -> Any:
         """Read an object by its attributes and its pickled state, or by identity if it has neither."""
+        # First, since it makes the dict of a functools.partial, which is a part of what that is reduced to.
+        held = attributes(value)
         reduced: Any = ()
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -254,7 +256,6 @@ class _AttributeReader(KeyReader):
         except Exception:
             if read_attribute(value, "__dict__", None) is None:
                 return type(value).__qualname__, id(value)
-        held = attributes(value)
         if any(getattr(type(value), name) is not getattr(object, name) for name in _REDUCE):
             state = [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
             held += [(Link.ATTRIBUTE, f"__reduce__[{k}]", part) for k, part in enumerate(state)]
