@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -145,12 +146,24 @@ def test_the_default_is_a_process_per_core_for_two_trials_each(monkeypatch: pyte
         assert len(set.union(*places) - {HERE}) == expected
 
 
+class Waiting(nn.ReLU):
+    """Takes so many seconds at least that the other process ends all other trials meanwhile."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
 def test_a_long_trial_has_a_worker_of_its_own() -> None:
     """The longest go first, each to the process with the least to do."""
 
     def make(number: int) -> nn.Module:
         width = 20_000 if number == 3 else 4
-        return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+        return nn.Sequential(nn.Linear(3, width), Waiting(0.2 if number == 3 else 0.0), nn.Linear(width, 2))
 
     data = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
     options: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "processes": 2, "rows": 4}
