@@ -224,7 +224,9 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     `torch.optim.swa_utils.AveragedModel` copies the buffers of its latest model.
     """
     last = values[-1]
-    if not (last.is_floating_point() or last.is_complex()):
+    same = all(torch.equal(value.to(last.device), last) for value in values)
+    if same or not (last.is_floating_point() or last.is_complex()):
+        # The mean of equal values, such as those of a common base, is that to the bit, without the rounding of a sum.
         return last.clone()
     stack = torch.stack([value.to(last.device) for value in values])
     wide = stack.float() if stack.dtype.itemsize < 4 else stack

@@ -65,6 +65,19 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
+def test_the_mean_of_equal_values_is_that_to_the_bit() -> None:
+    base = nn.Linear(5, 64).double().requires_grad_(False)
+    pop = hf.Population(
+        [nn.Sequential(copy.deepcopy(base), nn.GELU(), nn.Linear(64, 3).double()) for _ in range(3)],
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
+        loss=F.cross_entropy,
+        compile=False,
+    )
+    mean = pop.average(weights=[1.0, 2.0, 10.0])
+    assert isinstance(mean, nn.Module)
+    assert torch.equal(mean.state_dict()["0.weight"], base.weight)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_mean_of_members(kind: str, weighted: bool) -> None:
