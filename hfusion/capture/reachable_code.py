@@ -36,6 +36,7 @@ from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import (
     CONTAINERS,
     SCALARS,
+    IdentityRef,
     default_arguments,
     items,
     own_attributes,
@@ -79,13 +80,14 @@ def search_of(models: Sequence[nn.Module]) -> CodeSearch:
     """Return the search of the code of ``models``; see `searched_once`."""
     kept: dict[Any, CodeSearch] | None = getattr(_shared, "by_code", None)
     parts = [(path, part) for model in models for path, part in model.named_modules()]
-    key = tuple([(path, type(part), *map(id, _instance_functions(part))) for path, part in parts])
-    if kept is not None and key in kept:
-        return kept[key]
+    code = tuple([(path, type(part), *map(id, _instance_functions(part))) for path, part in parts])
+    # A module outside of one model may be a part of another one with the same code. A key keeps models and so ids.
+    own = code, tuple(map(IdentityRef, models))
+    if kept is not None and (found := kept.get(code) or kept.get(own)) is not None:
+        return found
     search = CodeSearch(models)
-    # A module outside of one model may be a part of another one with the same code.
-    if kept is not None and not search.outer_modules:
-        kept[key] = search
+    if kept is not None:
+        kept[own if search.outer_modules else code] = search
     return search
 
 
