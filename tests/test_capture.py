@@ -283,3 +283,21 @@ def test_quantisation_aware_training(monkeypatch: pytest.MonkeyPatch) -> None:
         compare_call(array, members, x)
     quantized = [convert(model.eval()) for model in (array.unfuse()[1], members[1])]
     assert [type(part) for part in quantized[0]] == [type(part) for part in quantized[1]]
+
+
+class Clamping(nn.Module):
+    """Writes into its input where that is not negative, and changes no bit of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.relu_() if float(x.detach().min()) >= 0 else x)
+
+
+def test_a_write_of_the_same_bits_into_an_input_that_members_share_is_refused() -> None:
+    fused = hf.fuse([Clamping() for _ in range(2)])
+    fused(-torch.ones(3, 4))
+    with pytest.raises(hf.FusionError, match="writes into its input of shape"):
+        fused(torch.ones(3, 4))

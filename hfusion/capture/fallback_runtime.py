@@ -25,7 +25,7 @@ from hfusion.capture.registered_tensors import holder_of
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
 from hfusion.core.layout import Layout, Listed, member_values, same_value
-from hfusion.core.memory import is_plain
+from hfusion.core.memory import is_plain, same_bits, version_of
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
@@ -234,6 +234,7 @@ class _BodyCall:
         """Return the tensors among the results; those of the whole forward that are no tensors follow."""
         call = self.call
         given, kept = zip(*map(self._copied_in, range(len(rows)), rows), strict=True) if rows else ((), ())
+        versions = list(map(version_of, given))
         arguments = iter(given)
         leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
         args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
@@ -242,8 +243,8 @@ class _BodyCall:
             torch.set_grad_enabled(call.grad and torch.is_grad_enabled()),
         ):
             output = self._called(args, kwargs)
-        for x, copy, row in zip(given, kept, rows, strict=True):
-            if not _same_bits(x.detach(), copy.detach()):
+        for x, copy, row, version in zip(given, kept, rows, versions, strict=True):
+            if version_of(x) != version or not _unchanged(x, copy):
                 if x is row:
                     x.data.copy_(copy.detach())
                 raise self.error(
@@ -305,7 +306,7 @@ class _BodyCall:
     def _write_back(self, key: str, memory: Tensor, after: Any) -> None:
         """Let ``after`` become the value of ``memory``, the tensor ``key`` of the array, unless they are equal."""
         kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
-        if kinds[0] == kinds[1] and is_plain(after) and _same_bits(after.detach(), memory):
+        if kinds[0] == kinds[1] and is_plain(after) and _unchanged(after, memory):
             return
         if key in self.shared:
             raise FusionError(_shared(self.call, key))
@@ -383,23 +384,16 @@ def _leaves(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return [leaves.setdefault(id(w), _as_leaf(w.detach(), w)) for w in weights]
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Compare bit by bit, so that NaN equals NaN; tensors without plain memory count as equal."""
-    if not (is_plain(tensor) and is_plain(other)):
-        return True
-    tensor, other = (torch.view_as_real(x) if x.is_complex() else x for x in (tensor, other))
-    bits = _BITS[tensor.element_size()]
-    return torch.equal(tensor.view(bits), other.view(bits))
+def _unchanged(tensor: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit; those without plain memory count as equal."""
+    return not (is_plain(tensor) and is_plain(before)) or same_bits(tensor, before)
 
 
 def _is_at(tensor: Tensor, memory: Tensor) -> bool:
     """Return whether ``tensor`` has not moved from ``memory``, or has no memory, and no new version."""
     if is_plain(tensor):
         return tensor.data_ptr() == memory.data_ptr()
-    return tensor.is_inference() or tensor._version == memory._version
+    return version_of(tensor) == version_of(memory)
 
 
 def share_memory(results: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:

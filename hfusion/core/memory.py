@@ -58,11 +58,15 @@ def same_values(tensor: Tensor, other: Tensor) -> bool:
     return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal bit for bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (tensor, other)))
+    real = [torch.view_as_real(x.detach()) if x.is_complex() else x.detach() for x in (tensor, other)]
+    return torch.equal(*(x.view(_BITS[x.element_size()]) for x in real))
 
 
 def overlap(tensor: Tensor, other: Tensor) -> bool:
