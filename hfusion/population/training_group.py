@@ -23,7 +23,7 @@ from hfusion.core.calls import stacked, take_entries
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import is_per_member, membership
+from hfusion.core.membership import has_rows, is_per_member, membership
 from hfusion.core.row_indices import Widths
 from hfusion.device.backend import sent
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
@@ -245,7 +245,12 @@ class TrainingGroup:
         """
         columns = self.table.columns
         if rows is not None and rows != list(range(self.table.rows)):
-            return self._step_some(rows, arguments, weights)
+            if len(rows) < len(self.table.live) or 2 * len(rows) < self.table.rows:
+                return self._step_some(rows, arguments, weights)
+            # All members step, and free rows with them, which costs less than to copy the members. Inputs of free rows
+            # repeat those of the first member.
+            entries = [rows.index(row) if row in rows else 0 for row in range(self.table.rows)]
+            arguments, weights = take_entries(arguments, entries), take_entries(weights, entries)
         inputs, target, keywords = arguments
         if weights is not None or self._weighs_samples:
             if not self._weighs_samples:
@@ -485,10 +490,21 @@ class TrainingGroup:
         return [held[row] if row in held else row if row in free else others.pop(0) for row in rows]
 
     def release(self, rows: Iterable[int]) -> None:
-        """Free the rows of members that go on in another group, or are replaced."""
+        """Free the rows of members that leave, go on in another group, or are replaced.
+
+        Free rows are computed and updated as well, so they become copies of a member: values that are not finite would
+        fail a check in forward or in the loss for all.
+        """
         chosen = list(rows)
         for table in (self.table, self.best):
             table.clear(chosen)
+        live, free = self.table.live, self.table.free
+        if not live or not free:
+            return
+        sources = live[:1] * len(free)
+        stacks = MemberTable(len(self), {n: t.detach() for n, t in tensors(self.fused) if has_rows(t)})
+        stacks.put(free, stacks.take(sources))
+        self.optimizer.put(free, {name: table.take(sources) for name, table in self.optimizer.tables().items()})
 
     def drop_gradients(self) -> None:
         """Release gradients: they are not needed between updates, and moving them takes time."""

@@ -259,3 +259,47 @@ def test_members_train_as_alone(size: int, accumulate: Any) -> None:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(pop.fused.state_dict()[name][b], value, rtol=1e-9, atol=1e-11)
     assert f"{size} of 5 at a time" in str(pop.array._step.report())
+
+
+class Careful(nn.Module):
+    """A probability ``[N, 1]`` of inputs ``[N, 4]`` by a layer whose values it checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        assert h.isfinite().all()
+        return h.sigmoid()
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("left", [1, 3])
+def test_members_that_left_with_bad_values_fail_no_check(left: int, chosen: bool) -> None:
+    """The free rows, which are computed as well, are less or more than half of all."""
+    models = [Careful().double() for _ in range(5)]
+    alone = copy.deepcopy(models[left:])
+    pop = hf.Population(
+        models, optimizer=lambda p: hf.optim.Adam(p, lr=[0.1] * 5), loss=F.binary_cross_entropy, compile=False
+    )
+    for row in range(left):
+        with torch.no_grad():
+            pop.fused.layer.weight[row] = math.nan
+        pop.hparams["lr"][row] = 1e300
+        pop.stop(row)
+    rows = list(range(left, 5))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in alone]
+    for _ in range(3):
+        x, y = torch.randn(6, 4, dtype=DOUBLE), torch.rand(6, 1, dtype=DOUBLE)
+        losses = pop.step(x, y, rows=rows if chosen else None)
+        expected = []
+        for model, optimizer in zip(alone, optimizers, strict=True):
+            optimizer.zero_grad()
+            expected.append(F.binary_cross_entropy(model(x), y))
+            expected[-1].backward()
+            optimizer.step()
+        torch.testing.assert_close(losses[left:], torch.stack(expected).detach(), rtol=1e-9, atol=0)
+        assert losses[:left].isnan().all()
+    for row, model in zip(rows, alone, strict=True):
+        torch.testing.assert_close(pop.models[row].layer.weight, model.layer.weight, rtol=1e-9, atol=0)
