@@ -289,6 +289,8 @@ VALUES = {
     "optim.SGD(array.params).add_param_group({'params': two.params})": "belongs to an array of 2 members, the first gr",
     "optim.Adam([shared(2)], lr=[0.1, 0.2])": r"'base.weight' is one tensor for all 2 members, and lr differs .*\[0.1,",
     "optim.AdamW(fused.parameters(), master_weights=1)": "master_weights is 1: give True or False",
+    "optim.SGD(array.params, momentum=0.9, nesterov=[True, False, True])": "nesterov is .*one for all members of a par",
+    "optim.Adam(array.params, amsgrad=[True, False, True])": "amsgrad is .*: give True or False, one for all",
     "optim.Muon(fused.parameters())": r"parameter '0.bias' is float32 \[4\] in each member: Muon trains matrices",
     "hf.rows(3, 0, 4)": "3 members for 4 ranks: 1 would have none; start at most 3 processes",
     "hf.rows(0, 0, 1)": "0 members for 1 ranks",

@@ -447,6 +447,10 @@ class FusedOptimizer(Formula, Optimizer):
         members = membership_of(group["params"][0]).members
         vectors, columns = read(group, self.hypers, members)
         options = self._options(group)
+        for name, value in options._asdict().items():
+            is_flag = name == MASTER_WEIGHTS or isinstance(self.arguments[name].default, bool)
+            if is_flag and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}: give True or False, one for all members of a param group")
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
         values = named("Values", tuple(hyper.name for hyper in self.hypers))
@@ -455,8 +459,6 @@ class FusedOptimizer(Formula, Optimizer):
         for row in different:
             self.check(row, options)
         buffers = {row: tuple(self.stacks(row, options)) for row in different}
-        if not isinstance(options.master_weights, bool):
-            raise ValueError(f"{MASTER_WEIGHTS} is {options.master_weights!r}: give True or False")
         settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
         for param in group["params"] if len(different) > 1 else ():
             param_mark = membership_of(param)
