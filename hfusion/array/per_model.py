@@ -199,7 +199,7 @@ class PerModel(PerMemberFunction):
     def __init__(self, function: Callable[..., Any], programs: FunctionPrograms | None = None) -> None:
         check_loss_function(function)
         self._function = function
-        self._module = _Function(function)
+        self.module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
         self._programs, self._own_programs = programs, FunctionPrograms()
         self._last_programs: FunctionPrograms | None = programs
@@ -270,7 +270,7 @@ class PerModel(PerMemberFunction):
                 raise FusionError("it reads more values besides its arguments than can be compared on every call")
             if any(map(is_wrapped, tensors_of(state))):
                 raise FusionError("it reads, besides its arguments, a tensor of a torch.func transform around the call")
-            names, module = frozenset(name for name, _ in tensors(self._module)), weakref.ref(self._module)
+            names, module = frozenset(name for name, _ in tensors(self.module)), weakref.ref(self.module)
             # Programs are kept for longer than the function.
             subject = ArraySpec(
                 self._name, members, (0,) * members, names, lambda _: cast(nn.Module, module()), loops=False
@@ -283,7 +283,7 @@ class PerModel(PerMemberFunction):
             return self._looped
         # In a loop over members the function issues its own warnings.
         warn_as_alone(self._function, arguments)
-        program = bind(compiled, self._module)
+        program = bind(compiled, self.module)
         return lambda call: self._looped(call) if in_transform() and unserved(compiled) else program(call.values)
 
     def _looped(self, arguments: Arguments) -> Any:
@@ -323,7 +323,7 @@ class PerModel(PerMemberFunction):
             return calls.loops.get(
                 (state, arguments.loose_key), "it changes, at each call, values it reads besides its arguments"
             )
-        return BoundProgram.of(compiled, self._module)
+        return BoundProgram.of(compiled, self.module)
 
     @property
     def _training(self) -> bool:

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.capture.registered_tensors import device_of
+from hfusion.capture.python_state import restored
+from hfusion.capture.registered_tensors import device_of, tensors
 from hfusion.compiler.arguments import Arguments, map_leaf
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import Ragged, is_stacked, take_entries
@@ -310,18 +311,23 @@ class Stream:
                 )
 
     def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
-        """Raise PlanError if the loss fails, or its result has no gradient."""
+        """Raise PlanError if the loss fails, or its result has no gradient. What the loss keeps is as before."""
+        module = self.loss.module
+        held = [(tensor.detach(), tensor.detach().clone()) for _, tensor in tensors(module)]
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), restored(module):
                 losses = self._losses(program, outputs, target)
         except HFusionError:
             raise
         except Exception as error:
             shapes = ", ".join(str(list(value.shape)) for value in outputs if isinstance(value, Tensor))
             raise PlanError(
-                f"task {self.task.name!r}: the loss failed at its first call, with zeros of shape {shapes} as outputs "
+                f"task {self.task.name!r}: the loss failed at its first call, with ones of shape {shapes} as outputs "
                 f"of {len(self.members)} members: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            for tensor, before in held:
+                tensor.copy_(before)
         if not losses.is_floating_point() or not losses.requires_grad:
             raise PlanError(
                 f"task {self.task.name!r}: the losses, of dtype {losses.dtype}, have no gradient, so nothing would be "
@@ -348,22 +354,28 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _examples(program: Program, sizes: SymbolSizes, device: torch.device) -> list[Any]:
-    """Return zeros in the shapes of the program's outputs, to try the loss with."""
+    """Return values in the shapes of the program's outputs, to try the loss with.
+
+    They are ones, which are valid as probabilities and scales, too, and zeros for integers, which may be indices.
+    """
     (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
     assert isinstance(outputs, list | tuple)
-    return [_zeros(node, program.members, sizes, device) if isinstance(node, fx.Node) else node for node in outputs]
+    return [_example(node, program.members, sizes, device) if isinstance(node, fx.Node) else node for node in outputs]
 
 
-def _zeros(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device) -> Any:
+def _example(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device) -> Any:
     example = node.meta.get("example")
+    if node.meta.get("layout") is Layout.LISTED and not isinstance(example, Tensor):
+        return node.target(*node.args)  # type: ignore[operator]
     if isinstance(example, torch.SymFloat):
         return example.node.hint
     if not isinstance(example, Tensor):
         return concrete([example], sizes)[0] if isinstance(example, torch.SymInt) else example
     shape = concrete(example.shape, sizes)
     stacked = shape if node.meta.get("layout") is Layout.SHARED else (members, *shape)
-    zeros = torch.zeros(stacked, dtype=example.dtype, device=device)
-    return zeros.requires_grad_() if example.is_floating_point() or example.is_complex() else zeros
+    if example.is_floating_point() or example.is_complex():
+        return torch.ones(stacked, dtype=example.dtype, device=device, requires_grad=True)
+    return torch.zeros(stacked, dtype=example.dtype, device=device)
 
 
 def _draws(program: Program) -> bool:

@@ -259,3 +259,48 @@ def test_a_frozen_parameter_that_forward_writes_is_trained_state(resident: bool)
             optimizer.step()
         assert model.calls == other.calls == 3
         torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-11)
+
+
+class Numbered(nn.Module):
+    """Gives a number of its own with its result."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.fc, self.number = nn.Linear(8, 3), number
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return self.fc(x), self.number
+
+
+class Running(nn.Module):
+    """A loss that divides by its own running mean, and counts its calls."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.count = 0
+
+    def forward(self, output: tuple[Tensor, float], target: Tensor) -> Tensor:
+        loss = F.cross_entropy(output[0], target) * output[1]
+        self.count += 1
+        self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / (1 + self.mean)
+
+
+def test_a_loss_that_keeps_state_gets_what_members_return_and_no_other_calls() -> None:
+    models = [Numbered(number).double() for number in (1.0, 2.0)]
+    minibatches = [(torch.randn(4, 8, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(3)]
+    losses, optimizers = (Running(), Running()), [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    task = hf.Task(models, losses[0], lambda params: hf.optim.SGD(params, lr=0.1), minibatches, name="a")
+    hf.plan([task], machine())
+    trained = hf.train(task, machine())["a"].models
+    for x, target in minibatches:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            losses[1](model(x), target).backward()
+            optimizer.step()
+    assert (losses[0].count, losses[0].mean) == (losses[1].count, losses[1].mean)
+    for model, other in zip(trained, models, strict=True):
+        torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-11)
