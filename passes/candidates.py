@@ -73,7 +73,7 @@ def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rule
             return (site.call(target, args, Layout.SHARED, "off", kwargs, saves=NOTHING, view=View.ALWAYS),)
         return (site.call(target, args, Layout.SHARED, "shared", kwargs),)
     _check_strided(site)
-    if _empty(site, arguments):
+    if _empty(site, arguments) or any(map(_is_sparse, values(arguments))):
         return (loop(site, arguments),)
     rule = rules.get(target)
     answer = rule(site, **arguments) if rule is not None else None
@@ -90,6 +90,11 @@ def _check_strided(site: Site) -> None:
             f"{site.target} gives a tensor of layout {unstackable.layout}, which differs between members and cannot be "
             "stacked; work on dense tensors"
         )
+
+
+def _is_sparse(value: Value) -> bool:
+    """Return whether an operand, which all members share, has a layout that few of torch's batched operators take."""
+    return isinstance(value.example, torch.Tensor) and value.example.layout is not torch.strided
 
 
 def _empty(site: Site, arguments: Mapping[str, Any]) -> bool:

@@ -552,3 +552,15 @@ for name in ("coo", "csr", "csc"):
         says=f"an argument is a tensor of layout torch.sparse_{name}",
         ignores="Sparse .* tensor support is in beta state",
     )
+
+
+ADJACENCY = (normal(5, 5) * (normal(5, 5) > 0)).to_sparse()
+PRODUCTS = {
+    "matmul": lambda self, x: ADJACENCY @ self.fc(x),
+    "addmm": lambda self, x: torch.addmm(self.fc.bias, ADJACENCY, self.fc(x)),
+    "of an attribute": lambda self, x: torch.matmul(self.edges, self.fc(x)),
+    "of inputs": lambda self, x: x.to_sparse() @ self.fc.weight.T,
+}
+for name, product in PRODUCTS.items():
+    has = {"edges": lambda: ADJACENCY} if name == "of an attribute" else {}
+    row(f"sparse product: {name}", product, calls=lambda: [normal(5, 4)] * 2, says="listed +loop over members", **has)
