@@ -160,19 +160,35 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
                 f"member {index} of a fused {fused._original} runs its own code, and writes into an input that all "
                 "members see. Let it write into a copy, or give each its own by hf.stacked"
             )
+    for stack in () if in_transform() else own.values():
+        node: Any = listed[id(stack)][0].grad_fn
+        if node is not None:
+            # What members have assigned is in the stack now.
+            node.version = version_of(stack)
 
 
 class _RowsOfStack(torch.autograd.Function):
-    """The rows of a stack in its memory and with its version, of which forward may write into each."""
+    """The rows of a stack in its memory, each with a version of its own, of which forward may write into each.
+
+    Raises:
+        RuntimeError: at the backward, if the stack was changed since the call.
+    """
 
     @staticmethod
     def forward(ctx: Any, stack: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Autograd knows detached rows by no history, not as views of each other.
-        return tuple(row.detach() for row in stack.unbind())
+        ctx.stack = stack.detach()
+        # With a common version, autograd would take a write into one row for a write into what others have saved.
+        return tuple(row.data for row in stack.unbind())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        if version_of(ctx.stack) != ctx.version:
+            raise RuntimeError(
+                f"a parameter of shape {list(ctx.stack.shape)}, needed for the gradients of members that run their own "
+                "code, has been modified by an inplace operation since they were called: call backward before "
+                "optimizer.step()"
+            )
         present = next((grad for grad in grads if grad is not None), None)
         if present is None:
             return None
@@ -197,14 +213,13 @@ def _take_back(held: Tensor, given: Tensor, left: Tensor, version: int, is_buffe
     if left.data_ptr() != held.data_ptr():
         # Forward has assigned another tensor or its data.
         held.copy_(left.detach())
-    elif left is given is not held:
+    elif left is given is not held and is_buffer:
         if version_of(left) != version:
             increment_version(held)
-        if is_buffer:
-            # What forward has set on it is the member's.
-            keep_marks(held, left)
-            if left.is_leaf:
-                held.requires_grad_(left.requires_grad)
+        # What forward has set on it is the member's.
+        keep_marks(held, left)
+        if left.is_leaf:
+            held.requires_grad_(left.requires_grad)
 
 
 def _with_own_version(buffer: Tensor) -> Tensor:
