@@ -301,3 +301,30 @@ def test_caches_hold_no_tensors_of_a_capture() -> None:
             fused(x)
         assert all(not getattr(model, "state", None) for model in models)
     assert all(type(table) is Tensor for table in (*state.GLOBAL.values(), state.cached(5)))
+
+
+class Marked(torch.Tensor):
+    """A class that forward may ask for."""
+
+
+class Asking(nn.Module):
+    """Asks whether its inputs are one, and of which class the first is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3).double()
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        own: Tensor = self.fc(q) if q is k else self.fc(q) + k.sum()
+        return own * 2 if isinstance(q, Marked) else own
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_inputs_count_by_identity_and_class(order: tuple[int, ...]) -> None:
+    models = [Asking() for _ in range(2)]
+    fused = hf.fuse(models)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    calls = [(x, x), (x, x.clone()), (x.as_subclass(Marked), x.clone())]
+    for number in order:
+        expected = torch.stack([model(*calls[number]).as_subclass(torch.Tensor) for model in models])
+        torch.testing.assert_close(fused(*calls[number]).as_subclass(torch.Tensor), expected, rtol=1e-9, atol=1e-11)

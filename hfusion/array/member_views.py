@@ -368,7 +368,8 @@ class Views:
         differing = [_differing_names(content, before[row]) for row, content in changed.items()]
         after = [changed.get(row, content) for row, content in enumerate(before)]
         if calling and changed:
-            self._outdated = not any(map(fused._situations.may_read, differing))
+            readers = [fused._situations, *(array._situations for _, array in fused._methods.values())]
+            self._outdated = not any(reader.may_read(names) for reader in readers for names in differing)
             if not self._outdated and tuple(after) not in fused._states:
                 self._states += 1
                 if self._states > MAX_VALUES:

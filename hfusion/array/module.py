@@ -198,7 +198,8 @@ class FusedModule(Tree):
         if method not in names:
             described = ", ".join(sorted(names)) or "none"
             raise FusionError(f"{self._original} has no method {method} of its own that computes; it has {described}")
-        if why := self._split(calling=True):
+        # A method that is new may read attributes that nothing has read so far.
+        if why := self._split(calling=self._methods.get(method, (None,))[0] is self._array):
             return self._untraced(run_members, self, Arguments.of(args, kwargs), why, method)
         made_for, array = self._methods.get(method, (None, self))
         if made_for is not self._array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from hfusion.capture.hooks import WHOLE, Island
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS, STRIDE_QUESTIONS
+from hfusion.capture.reachable_code import names_in_torch
 from hfusion.capture.variable_guards import Variables
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
@@ -71,12 +72,15 @@ class Situations:
         """The state at the last `look`, hashable."""
         return None if self._variables is None else self._key(self._variables.values)
 
-    def may_read(self, attributes: Collection[str] | None) -> bool:
+    def may_read(self, attributes: Set[str] | None) -> bool:
         """Return whether forward may read one of the ``attributes`` of the members; None stands for any."""
         if attributes is None or (attributes and (self._variables is None or not self._variables.is_complete)):
             return True
         names = frozenset() if self._variables is None else self._variables.names
-        return bool(attributes) and not names.isdisjoint((*attributes, *_BY_ANY_NAME))
+        if attributes and not names.isdisjoint((*attributes, *_BY_ANY_NAME)):
+            return True
+        kinds: set[Any] = {type(part) for model in self._models for part in model.modules()}
+        return not all(names_in_torch(kind).isdisjoint(attributes) for kind in kinds)
 
     def _look(self, models: Sequence[nn.Module]) -> Variables:
         """Read the variables that the code of ``models`` names now; `look` computes their number afterwards."""

@@ -33,7 +33,7 @@ from hfusion.capture.fallback_runtime import (
 )
 from hfusion.capture.hooks import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
-from hfusion.capture.python_state import CODE, MUTABLE_CONTAINERS, restored
+from hfusion.capture.python_state import CODE, GENERATORS, MUTABLE_CONTAINERS, restored
 from hfusion.capture.reachable_code import GlobalVariables, names_of, names_written, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
@@ -231,8 +231,9 @@ class Fitness:
         return None
 
     def written(self, island: Island) -> str | None:
-        """Return an attribute in reach of ``island`` that forward may change; None if there is none."""
-        modules = list(self.model.get_submodule(island.path).modules())
+        """Return an attribute in reach of ``island`` that forward may change or add; None if there is none."""
+        module = self.model.get_submodule(island.path)
+        modules = list(module.modules())
         held = {id(module): list(python_attributes(module)) for module in modules}
 
         def visit(holder: Any) -> list[Any]:
@@ -244,27 +245,28 @@ class Fitness:
         reached = walk(modules, visit)
         # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
         files = {type(module).__module__ for module in modules}
-        assigned, filled = self._names_written
-        return min(
-            (
-                name
-                for key, holder in reached.items()
-                for name, value in held[key]
-                if (name in assigned and (type(holder).__module__ in files or type(holder) is types.SimpleNamespace))
-                or (name in filled and isinstance(value, MUTABLE_CONTAINERS))
-            ),
-            default=None,
+        assigned, filled, _ = self._names_written
+        changed = (
+            name
+            for key, holder in reached.items()
+            for name, value in held[key]
+            if (name in assigned and (type(holder).__module__ in files or type(holder) is types.SimpleNamespace))
+            or (name in filled and isinstance(value, (*MUTABLE_CONTAINERS, Tensor)))
+            or isinstance(value, GENERATORS)
         )
+        tensors_and_modules = {name for name, _ in (*tensors(module), *module.named_modules())}
+        added = names_written(module, island.method)[2] - {name.rpartition(".")[2] for name in tensors_and_modules}
+        return min((*changed, *added), default=None)
 
     @cached_property
-    def _names_written(self) -> tuple[frozenset[str], frozenset[str]]:
+    def _names_written(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
         return names_written(self.model)
 
     @cached_property
     def _variable_written(self) -> str | None:
         """A variable of a class or file of the model's own code that forward may change; None if there is none."""
         files = {type(module).__module__ for module in self.model.modules()}
-        assigned, filled = self._names_written
+        assigned, filled, _ = self._names_written
         for holder in search_of([self.model]).holders:
             held = holder.held
             kind = held if isinstance(held, type | types.FunctionType) else type(held)

@@ -9,6 +9,7 @@ import builtins
 import contextvars
 import dis
 import functools
+import itertools
 import logging
 import threading
 import types
@@ -94,6 +95,14 @@ def search_of(models: Sequence[nn.Module]) -> CodeSearch:
 def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
     """Return all names in the code that the forward of ``models`` may run, also those that it passes to getattr."""
     return search_of(models).all_names
+
+
+@functools.lru_cache(maxsize=1024)
+def names_in_torch(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names in the methods that a module has from classes of torch, whose code no search follows."""
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object) and not is_user_code(base.__module__)]
+    functions = [f for base in bases for value in vars(base).values() for f in functions_behind(value)]
+    return frozenset().union(*(attribute_names(function.__code__) for function in functions))
 
 
 class CodeSearch:
@@ -399,19 +408,43 @@ def assigned_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names).union(*map(assigned_names, _nested(code)))
 
 
-def names_written(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that forward of ``model`` may assign, and those of containers whose items it may change.
+def names_written(model: nn.Module, method: str = "forward") -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Return the names that a method of ``model`` may assign, and those of containers whose items it may change.
+
+    The last are the names of attributes that it may add to an object that exists before, and the names by which it may
+    do so: a counter that a rare value starts is no attribute of any object yet.
 
     Only functions that forward may call are read: a `CodeSearch` also follows what could be called elsewhere, and of a
     large package, which assigns many names, hardly anything would be left.
     """
+    codes = _codes_of(model, method)
+    assigned, filled, added = (
+        frozenset[str]().union(*map(names, codes)) for names in (assigned_names, filled_names, added_names)
+    )
+    return assigned, filled, added
+
+
+def compares_identity(model: nn.Module) -> bool:
+    """Return whether forward of ``model`` may ask whether two objects are one, as in ``query is key``."""
+    return any(map(_compares, _codes_of(model, "forward")))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compares(code: types.CodeType) -> bool:
+    steps = itertools.pairwise(dis.get_instructions(code) if _has(code, {"IS_OP"}) else ())
+    found = any(step.opname == "IS_OP" and previous.opname != "LOAD_CONST" for previous, step in steps)
+    return found or any(map(_compares, _nested(code)))
+
+
+def _codes_of(model: nn.Module, method: str) -> list[types.CodeType]:
+    """Return the code of the functions that a method of ``model`` may call."""
     functions = [f for part in model.modules() for f in _instance_functions(part)]
     held = (type(value) for part in model.modules() for value in vars(part).values())
     kinds = [*map(type, model.modules()), *(kind for kind in held if not is_installed_package(kind.__module__))]
     methods = [pair for kind in dict.fromkeys(kinds) for pair in _methods(kind)]
     methods = [(name, function) for name, function in methods if name != "__init__"]
-    named, reached = {"forward"}, set[types.FunctionType]()
-    waiting = functions + [function for _, function in methods if function.__name__ in named]
+    named, reached = {"forward", method}, set[types.FunctionType]()
+    waiting = functions + [function for name, function in methods if name in named]
     while waiting:
         function = waiting.pop()
         if function in reached:
@@ -421,10 +454,9 @@ def names_written(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
         values = [space[name] for name in names.variables if name in space]
         waiting += [f for value in values for f in functions_behind(value) if is_user_code(f.__module__)]
         more = set(names.attributes) - named
-        waiting += [f for _, f in methods if f.__name__ in more]
+        waiting += [f for name, f in methods if name in more]
         named |= more
-    codes = [function.__code__ for function in reached]
-    return frozenset().union(*map(assigned_names, codes)), frozenset().union(*map(filled_names, codes))
+    return [function.__code__ for function in reached]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -433,8 +465,37 @@ def filled_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names_in(code).attributes if _changes_items(code) else ())
 
 
+# Names by which code may give modules attributes, tensors or modes.
+_ADDING = frozenset({"__dict__", "__setattr__", "register_buffer", "register_parameter", "add_module"})
+_ADDING |= {"register_module", "train", "eval"}
+# What code assigns to tensors.
+_OF_TENSORS = frozenset({"data", "grad", "requires_grad"})
+
+
+@functools.lru_cache(maxsize=4096)
+def added_names(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that ``code`` may give to its first argument, or to what it reads from an attribute.
+
+    Those of other local variables, such as a result that is being made, are left out.
+    """
+    names = set(_ADDING.intersection(code.co_names))
+    if "setattr" in code.co_names:
+        names |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()} or {"setattr"}
+    steps = list(dis.get_instructions(code)) if _has(code, {"STORE_ATTR"}) else []
+    first = code.co_varnames[0] if code.co_argcount and code.co_name not in ("__init__", "__post_init__") else None
+    for previous, step in itertools.pairwise(steps):
+        # An augmented assignment swaps the value and the object, whose attribute it has read.
+        if step.opname == "STORE_ATTR" and (
+            previous.opname in ("LOAD_ATTR", "SWAP") or (first is not None and _loaded(previous) == first)
+        ):
+            names.add(step.argval)
+    return frozenset(names - _OF_TENSORS).union(*map(added_names, _nested(code)))
+
+
 def _changes_items(code: types.CodeType) -> bool:
-    changes = not _CHANGING_METHODS.isdisjoint(code.co_names) or _has(code, {"STORE_SUBSCR", "DELETE_SUBSCR"})
+    # Operators of tensors that work in place have names that end so.
+    changes = any(name.endswith("_") and not name.startswith("_") for name in code.co_names)
+    changes = changes or not _CHANGING_METHODS.isdisjoint(code.co_names) or _has(code, {"STORE_SUBSCR", "DELETE_SUBSCR"})
     return changes or any(map(_changes_items, _nested(code)))
 
 

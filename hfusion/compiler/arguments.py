@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import Ragged, StackedInput, is_stacked
@@ -17,6 +17,7 @@ from hfusion.core.layout import Listed
 from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
 from hfusion.core.tree import know_dataclasses
+from hfusion.torch_private.dispatch_modes import FakeTensor
 
 # Types of arguments besides tensors: values that cannot change while a program that depends on them is cached.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
@@ -24,8 +25,9 @@ _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
 _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format)
 
 BATCHED = (Tensor, StackedInput)
+_TENSORS = (*BATCHED, Ragged)
 
-_LEAVES = (*BATCHED, Ragged, Listed, *_NUMBERS, *_NAMES)
+_LEAVES = (*_TENSORS, Listed, *_NUMBERS, *_NAMES)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Arguments:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        if not kwargs and all(isinstance(a, BATCHED) for a in args):
+        if not kwargs and all(isinstance(a, _TENSORS) for a in args):
             return Arguments(args, len(args))
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
         if not all(isinstance(leaf, _LEAVES) for leaf in leaves):
@@ -54,12 +56,18 @@ class Arguments:
     @property
     def key(self) -> Any:
         """A hashable key; calls with the same key run the same program."""
-        return (self.spec, *map(_leaf_key, self.leaves))
+        return (self.spec, self.ties, *map(_leaf_key, self.leaves))
 
     @property
     def loose_key(self) -> Any:
         """The `key` without sizes: calls with the same loose key may share a capture."""
-        return (self.spec, *map(_loose_key, self.leaves))
+        return (self.spec, self.ties, *map(_loose_key, self.leaves))
+
+    @property
+    def ties(self) -> tuple[int, ...]:
+        """For each tensor the first one that is the same object, as in self-attention; empty if all are different."""
+        numbers = [id(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return tuple(map(numbers.index, numbers)) if len(set(numbers)) < len(numbers) else ()
 
     @property
     def numberless_key(self) -> Any:
@@ -148,9 +156,14 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
 
 
+def _class(leaf: Any) -> type:
+    """Return the class that forward may ask for; that of a trace stands for a plain tensor."""
+    return Tensor if isinstance(leaf, FakeTensor) else type(leaf)
+
+
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, isinstance(leaf, nn.Parameter))
+        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, _class(leaf))
     if isinstance(leaf, StackedInput):
         return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, leaf.tensor.requires_grad, True)
     # Members' different values are in no program.
@@ -160,14 +173,13 @@ def _leaf_key(leaf: Any) -> Any:
 def _loose_key(leaf: Any) -> Any:
     tensor = leaf.tensor if is_stacked(leaf) else leaf
     if isinstance(tensor, Tensor):
-        is_parameter = isinstance(leaf, nn.Parameter)
-        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf), is_parameter)
+        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf), _class(leaf))
     return Listed if isinstance(leaf, Listed) else (type(leaf), leaf)
 
 
 def is_tensors(leaf: Any) -> bool:
     """Return whether a leaf is a tensor or holds tensors."""
-    return isinstance(leaf, (*BATCHED, Ragged))
+    return isinstance(leaf, _TENSORS)
 
 
 def describe_leaf(leaf: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hfusion.capture.capture_member import VaryingSizes, specializes
 from hfusion.capture.export_context import apart, collecting_rarely, told_autocast
+from hfusion.capture.reachable_code import compares_identity
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, compile_array
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured
@@ -94,6 +95,8 @@ class Compiler:
         """Compile a program: capture, align and batch. Raises FusionError if that is impossible."""
         if arguments.obstacle:
             raise NotCaptured(arguments.obstacle)
+        if arguments.ties and compares_identity(self.subject.member(0)):
+            raise NotCaptured("forward asks whether two objects are one (`is`), and gets one tensor twice")
         kind = _any_training(training), arguments.key
         if self.changes[kind] == MAX_CHANGES:
             raise self.stateful[kind]

@@ -244,15 +244,35 @@ class MaxNorm(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("apart", ["hook", "mode"])
-def test_members_that_run_apart_may_write_into_their_parameters(apart: str) -> None:
-    models = [MaxNorm(4, 3).double() for _ in range(3)]
+class Initialized(nn.Linear):
+    """A layer that sets its bias by its first batch, and says so in Python."""
+
+    is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.weight.div_(super().forward(x).std())
+            self.is_set = True
+        return super().forward(x)
+
+
+APART: dict[str, Callable[[nn.Module], object]] = {
+    "hook": lambda model: model.register_forward_hook(double),
+    "mode": lambda model: model.eval(),
+    "frozen": lambda model: model.get_submodule("0").requires_grad_(False),
+    "together": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("kind", [MaxNorm, Initialized])
+@pytest.mark.parametrize("apart", APART)
+def test_members_that_run_apart_may_write_into_their_parameters(apart: str, kind: type[nn.Linear]) -> None:
+    """Also where a backward needs the parameters that were written."""
+    models = [nn.Sequential(nn.Linear(4, 4), kind(4, 3)).double() for _ in range(3)]
     fused = hf.fuse(copy.deepcopy(models))
     for model in (fused[1], models[1]):
-        if apart == "hook":
-            model.register_forward_hook(double)
-        else:
-            model.eval()
+        APART[apart](model)
     x = torch.randn(5, 4, dtype=torch.float64)
     for _ in range(2):
         outputs, alone = fused(x), [model(x) for model in models]
@@ -260,5 +280,68 @@ def test_members_that_run_apart_may_write_into_their_parameters(apart: str) -> N
         outputs.sum().backward()
         sum(output.sum() for output in alone).backward()
     for member, model in zip(fused, models, strict=True):
-        close(member.weight, model.weight, "weight")
-        close(member.weight.grad, model.weight.grad, "gradient")
+        for (name, own), other in zip(member.named_parameters(), model.parameters(), strict=True):
+            close(own, other, name)
+            assert (own.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                close(own.grad, other.grad, f"gradient of {name}")
+
+
+def test_a_loop_notices_parameters_that_change_before_its_backward() -> None:
+    fused = hf.fuse([nn.Linear(4, 3) for _ in range(2)])
+    fused[1].register_forward_hook(double)
+    loss = fused(torch.randn(5, 4)).sum()
+    with torch.no_grad():
+        fused.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+OF_TORCH: dict[str, tuple[Make, str, Any]] = {
+    "LeakyReLU": (lambda: nn.LeakyReLU(0.1), "negative_slope", 0.9),
+    "Dropout": (lambda: nn.Dropout(0.0), "p", 1.0),
+    "LayerNorm": (lambda: nn.LayerNorm(3), "eps", 1.0),
+    "GELU": (nn.GELU, "approximate", "tanh"),
+    "Softmax": (lambda: nn.Softmax(0), "dim", 1),
+}
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_attributes_of_modules_of_torch_are_heard(name: str, looped: bool) -> None:
+    """What torch's own forward reads, of one member after a first call."""
+    make, attribute, value = OF_TORCH[name]
+    models = [nn.Sequential(nn.Linear(4, 3), make()).double() for _ in range(3)]
+    fused = hf.fuse(copy.deepcopy(models))
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for model in (fused[2], models[2]) if looped else ():
+        model.register_forward_hook(double)
+    for number in range(2):
+        close(fused(x), torch.stack([model(x) for model in models]), f"call {number}")
+        for model in (fused[1], models[1]):
+            setattr(model[1], attribute, value)  # type: ignore[index]
+
+
+class Encoder(nn.Module):
+    """Forward does not read ``scale``, another method does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 3), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)  # type: ignore[no-any-return]
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale  # type: ignore[no-any-return]
+
+
+def test_attributes_that_another_method_reads_are_heard() -> None:
+    models = [Encoder().double() for _ in range(3)]
+    fused = hf.fuse(copy.deepcopy(models))
+    x = torch.randn(5, 4, dtype=torch.float64)
+    fused(x)
+    for scale in (5.0, 7.0):
+        for model in (fused[1], models[1]):
+            model.scale = scale  # type: ignore[assignment]
+        close(fused.encode(x), torch.stack([model.encode(x) for model in models]), f"encode at {scale}")

@@ -262,6 +262,15 @@ def test_models_that_mix_samples_run_member_by_member(name: str) -> None:
     assert why in str(fused.report())
 
 
+def test_padded_batches_take_the_program_of_equal_ones() -> None:
+    fused = hf.fuse([mlp() for _ in SIZES])
+    fused(torch.randn(6, 4))
+    fused(hf.stacked([torch.randn(6, 4) for _ in SIZES]))
+    fused(hf.stacked([torch.randn(size, 4) for size in (5, 6, 6, 4)]))
+    # One for a common batch, and one for a batch of each member.
+    assert len(fused.report().parts) == 2
+
+
 def test_values_that_are_not_finite_stay_with_their_member() -> None:
     fused = hf.fuse(models := [PADDED["mlp"][0]() for _ in SIZES_PADDED])
     xs = [torch.randn(n, 4) for n in SIZES_PADDED]
