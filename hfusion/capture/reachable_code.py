@@ -494,9 +494,9 @@ def added_names(code: types.CodeType) -> frozenset[str]:
 
 def _changes_items(code: types.CodeType) -> bool:
     # Operators of tensors that work in place have names that end so.
-    changes = any(name.endswith("_") and not name.startswith("_") for name in code.co_names)
-    changes = changes or not _CHANGING_METHODS.isdisjoint(code.co_names) or _has(code, {"STORE_SUBSCR", "DELETE_SUBSCR"})
-    return changes or any(map(_changes_items, _nested(code)))
+    in_place = any(name.endswith("_") and not name.startswith("_") for name in code.co_names)
+    changes = not _CHANGING_METHODS.isdisjoint(code.co_names) or _has(code, {"STORE_SUBSCR", "DELETE_SUBSCR"})
+    return in_place or changes or any(map(_changes_items, _nested(code)))
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
