@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,35 +26,30 @@ class Loaders:
     """
 
     def __init__(self, loader: Iterable[Any] | Callable[..., Iterable[Any]], seed: int = 0) -> None:
-        self._source, self._seed = loader, seed
+        self._source: Any = loader
+        # None if the loader itself was given.
+        self.function = None if isinstance(loader, Iterable) or not callable(loader) else loader
+        self._seed = seed
         self._created_loaders: list[tuple[Mapping[str, Any], Iterable[Any]]] = []
-
-    @property
-    def function(self) -> Callable[..., Iterable[Any]] | None:
-        """The function that makes loaders; None if the loader itself was given."""
-        source: Any = self._source
-        return None if isinstance(source, Iterable) or not callable(source) else source
 
     def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
         """Return the loader for these arguments of the function. Raises PlanError if it returns no loader."""
-        function = self.function
-        if function is None:
-            return cast("Iterable[Any]", self._source)
+        if self.function is None:
+            return self._source  # type: ignore[no-any-return]
         for cached_values, loader in self._created_loaders:
             if same_values(cached_values, values):
                 return loader
         with draws_kept():
             torch.manual_seed(self._seed)
-            created: Any = function(**values)
+            created: Any = self.function(**values)
         if not isinstance(created, Iterable) or isinstance(created, Iterator):
             arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
             raise PlanError(
                 f"loader({arguments}) gave {type(created).__name__}: return minibatches that can be read again for "
                 "every epoch, such as a DataLoader"
             )
-        loader = created
-        self._created_loaders.append((dict(values), loader))
-        return loader
+        self._created_loaders.append((dict(values), created))
+        return created
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for other processes, which create their own loaders."""

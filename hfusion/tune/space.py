@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from optuna import Trial
 
 
-# Added to errors about choices that a stored study cannot represent.
-_NAMES = (
-    "a study on disk keeps choices that are None, bool, int, float or str: suggest a name, and look it up, as in "
-    "{'relu': nn.ReLU, 'tanh': nn.Tanh}[trial.suggest_categorical('act', ['relu', 'tanh'])]"
-)
-
 Space: TypeAlias = "Callable[[Trial], Mapping[str, Any]]"
 MakeModel: TypeAlias = Callable[..., nn.Module]
 MakeScheduler: TypeAlias = Callable[..., Any]
@@ -144,12 +138,7 @@ class Maker:
 
     def suggestion(self, trial: Any) -> Suggestion:
         """Route the values of ``space(trial)`` by name. Raises ValueError for a value that no function takes."""
-        try:
-            values = self._space(trial)
-        except TypeError as error:
-            if "JSON serializable" in str(error):
-                error.add_note(_NAMES)
-            raise
+        values = self._space(trial)
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise ValueError(f"space gave {values!r} for trial {trial.number}: return a dict of keyword arguments")
         try:
@@ -194,7 +183,8 @@ def check_choices(trial: Any) -> None:
             if choice is not None and not isinstance(choice, bool | int | float | str):
                 raise ValueError(
                     f"trial {trial.number}: {name!r} has the choice {choice!r}, with which a sweep in a directory "
-                    f"could not go on: {_NAMES}"
+                    "could not go on: a study on disk keeps choices that are None, bool, int, float or str. Suggest a "
+                    "name, and look it up, as in {'relu': nn.ReLU}[trial.suggest_categorical('act', ['relu'])]"
                 )
 
 

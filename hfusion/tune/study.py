@@ -154,46 +154,28 @@ def exhausted(study: Study) -> bool:
 
     It would repeat values if asked again. Optuna asks for one trial at a time per job, and rarely has this problem.
     """
-    optuna = import_optuna()
-    sampler = _base_sampler(study)
-
-    def ended(trials: list[FrozenTrial]) -> list[FrozenTrial]:
-        trials = [copy.copy(trial) for trial in trials]
-        for trial in trials:
-            trial.state = optuna.trial.TrialState.FAIL if trial.state.name == "RUNNING" else trial.state
-        return trials
-
-    view, stops = study_view(study, ended), list[bool]()
-    view.stop = lambda: stops.append(True)
-    trials = view.get_trials(deepcopy=False)
-    if not trials or any(trial.state == optuna.trial.TrialState.WAITING for trial in trials):
+    samplers, sampler, trials = import_optuna().samplers, _base_sampler(study), study.get_trials(deepcopy=False)
+    if not trials or any(trial.state.name == "WAITING" for trial in trials):
         return False
-    if isinstance(sampler, optuna.samplers.GridSampler):
-        return bool(sampler.is_exhausted(view))
-    if isinstance(sampler, optuna.samplers.BruteForceSampler):
+    if isinstance(sampler, samplers.GridSampler):
+        running = {trial.system_attrs.get("grid_id") for trial in trials if not trial.state.is_finished()}
+        return running.issuperset(sampler._get_unvisited_grid_ids(study))
+    view, stops = copy.copy(study), list[bool]()
+    view.stop = lambda: stops.append(True)  # type: ignore[method-assign]
+    if isinstance(sampler, samplers.BruteForceSampler):
         sampler.after_trial(view, trials[-1], trials[-1].state, trials[-1].values)
     return bool(stops)
 
 
-class _ChangedTrials:
-    """A view of a storage that returns other trials."""
+def study_view(study: Study, trials: Sequence[FrozenTrial]) -> Any:
+    """Return a view of a study that has only these trials."""
 
-    def __init__(self, storage: Any, change: Callable[[list[FrozenTrial]], list[FrozenTrial]]) -> None:
-        self._original_storage, self._change = storage, change
+    def get_trials(deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
+        chosen = [trial for trial in trials if states is None or trial.state in states]
+        return copy.deepcopy(chosen) if deepcopy else chosen
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original_storage, name)
-
-    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
-        trials = self._change(self._original_storage.get_all_trials(study_id, deepcopy=False))
-        trials = [trial for trial in trials if states is None or trial.state in states]
-        return copy.deepcopy(trials) if deepcopy else trials
-
-
-def study_view(study: Study, change: Callable[[list[FrozenTrial]], list[FrozenTrial]]) -> Any:
-    """Return a view of a study whose trials are those that ``change`` returns for the study's."""
     view: Any = copy.copy(study)
-    view._storage = _ChangedTrials(study._storage, change)
+    view.get_trials = get_trials
     return view
 
 
@@ -290,8 +272,8 @@ class Trials:
                 # Storages differ in which of several equal trials is the best.
                 if (best := self.study.best_trial.number) in numbers:
                     return {best}
-        view = study_view(self.study, lambda trials: [trial for trial in trials if trial.number in numbers])
-        front = [trial.number for trial in view.best_trials]
+        trials = [trial for trial in self.study.get_trials(deepcopy=False) if trial.number in numbers]
+        front = [trial.number for trial in study_view(self.study, trials).best_trials]
         return {*front[: 1 if len(self.study.directions) == 1 else None]}
 
     def beat(self) -> None:
@@ -328,7 +310,7 @@ def _first_draw(sampler: Any) -> int:
     generator = next(generators_of(sampler), None)
     if isinstance(generator, random.Random):
         return generator.getrandbits(31)
-    draw = generator.randint if isinstance(generator, np.random.RandomState) else getattr(generator, "integers", None)
+    draw = getattr(generator, "randint", None) or getattr(generator, "integers", None)
     return 0 if draw is None else int(draw(2**31 - 1))
 
 

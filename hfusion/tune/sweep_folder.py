@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -23,14 +22,9 @@ except ImportError:  # not on Windows
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 
-VERSION = 4
 _LOCK, STATE, ARRAYS, JOURNAL = "lock", "state", "arrays", "study.journal"
 # How many states, and saves of an array named by them, are kept.
 KEEP = 2
-
-
-# Folders that this process has locked. Forked children close them, as they would hold the locks otherwise.
-_open: weakref.WeakSet[SweepFolder] = weakref.WeakSet()
 
 
 class SweepFolder:
@@ -49,11 +43,11 @@ class SweepFolder:
                 raise CheckpointError(
                     f"{root} is in use by a sweep that runs: wait for its end, or give another directory"
                 ) from error
-        _open.add(self)
+            # Forked children would hold the lock otherwise.
+            os.register_at_fork(after_in_child=self._lock.close)
 
     def close(self) -> None:
         """Release the lock."""
-        _open.discard(self)
         self._lock.close()
 
     @property
@@ -68,27 +62,16 @@ class SweepFolder:
             os.truncate(self.root / JOURNAL, size)
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return the last saved state. Raises CheckpointError if it is damaged or of another version."""
+        """Return the last saved state. Raises CheckpointError if it is damaged."""
         if not files.saves(self.root / STATE):
             return None
         saved = files.read(self.root / STATE)
-        if not isinstance(saved.body, dict) or saved.body.get("version") != VERSION:
-            raise CheckpointError(f"{saved.path} is no state of a sweep that this hfusion reads: give a new directory")
         return saved.body, saved.tensors
 
     def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:
         """Write the state of the sweep, then remove the folders of arrays that it does not name."""
-        files.write(self.root / STATE, {"version": VERSION, **body}, tensors, step=step, keep=KEEP)
+        files.write(self.root / STATE, body, tensors, step=step, keep=KEEP)
         named = {array["name"] for array in body["arrays"]}
         for path in (self.root / ARRAYS).glob("*"):
             if path.name not in named:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _close_in_fork() -> None:
-    for folder in list(_open):
-        folder.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)

@@ -121,7 +121,7 @@ class SweepResult:
 
     def _as_trained(self) -> Any:
         """Return a view of the study that contains only the trials of this sweep."""
-        return study_view(self.study, lambda trials: self.trials)
+        return study_view(self.study, self.trials)
 
     def _headline(self, trials: list[FrozenTrial]) -> str:
         states = [trial.state.name.lower() for trial in trials]

@@ -6,11 +6,12 @@ import logging
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.tune.space import Maker, Suggestion, SweepTrial, check_choices
@@ -60,8 +61,6 @@ class SweepRunner:
         self._waiting: tuple[SweepTrial, Shape] | None = None
         # The round of the arrays that reported last.
         self._round = 0
-        # Values of trials by array, until these report.
-        self._results: dict[str, dict[str, tuple[float, ...]]] = {}
         self.best_models: dict[int, nn.Module] = {}
 
     def run(self) -> None:
@@ -97,38 +96,33 @@ class SweepRunner:
             self._bar.set_description(best)
             self._bar.update(finished - self._bar.n)
 
-    def _next_ready(self) -> list[ShapeArray]:
-        """Train until arrays report: all of them, or in asynchronous rounds the first that is ready."""
-        arrays = {array.name: array for array in self.placement.arrays}
-        while not self._results if self._extent.asynchronous else self._results.keys() != arrays.keys():
-            self._start()
-            training = [name for name, array in arrays.items() if array.training and name not in self._results]
-            name, values = self._workers.first(training)
-            self._results[name] = values
-        return [arrays[name] for name in ([next(iter(self._results))] if self._extent.asynchronous else arrays)]
+    def _next_ready(self) -> dict[ShapeArray, dict[str, tuple[float, ...]]]:
+        """Train, and return the values of the arrays that report: of all, or in asynchronous rounds of the first."""
+        self._start()
+        training = [array for array in self.placement.arrays if array.training]
+        return dict([self._workers.first(training)]) if self._extent.asynchronous else self._workers.collect(training)
 
     def _start(self) -> None:
         """Start an epoch of every array, or in asynchronous rounds of one array on each idle worker."""
         starting = [array for array in self.placement.arrays if not array.training]
         if self._extent.asynchronous:
-            busy = {self._workers.worker_of(array.name) for array in self.placement.arrays if array.training}
+            busy = {array.worker for array in self.placement.arrays if array.training}
             starting.sort(key=lambda array: array.round or 0)
-            by_worker = {self._workers.worker_of(array.name): array for array in reversed(starting)}
+            by_worker = {array.worker: array for array in reversed(starting)}
             starting = [array for worker, array in by_worker.items() if worker not in busy]
         for array in starting:
             array.training = True
             assert array.round is not None
             # With several objectives, only the values after the last epoch are reported.
             evaluates = self._recipe.objectives == 1 or any(slot.is_last for slot in array.slots.values())
-            self._workers.send(array.name, "epoch", self._extent.seed + array.round, evaluates)
+            self._workers.send(array, "epoch", self._extent.seed + array.round, evaluates)
 
-    def _report(self, arrays: Sequence[ShapeArray]) -> None:
+    def _report(self, values: Mapping[ShapeArray, Mapping[str, tuple[float, ...]]]) -> None:
         """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""
-        self._round = arrays[0].round or 0
-        values = {array.name: self._results.pop(array.name) for array in arrays}
-        for array in arrays:
+        self._round = next(iter(values)).round or 0
+        for array in values:
             array.save, array.training = "", False
-        slots = [(array, array.slots[tag], scores) for array in arrays for tag, scores in values[array.name].items()]
+        slots = [(array, array.slots[tag], scores) for array in values for tag, scores in values[array].items()]
         for array, slot, scores in sorted(slots, key=lambda entry: entry[1].number):
             last, slot.epochs = slot.is_last, slot.epochs + 1
             state = self.trials.report(slot.number, scores, slot.epochs - 1, last=last).name
@@ -138,8 +132,8 @@ class SweepRunner:
             self._note(array, slot, event, value=shown, error=error)
             if state in _ENDS:
                 self._leave(array, slot, completed=state == "COMPLETE")
-        for array in arrays:
-            self._exploit(array, values[array.name])
+        for array in values:
+            self._exploit(array, values[array])
 
     def _note(self, array: ShapeArray, slot: SweepTrial, event: str, **values: object) -> None:
         """Log an event of a trial, with the device, node and process of its array."""
@@ -150,23 +144,21 @@ class SweepRunner:
         for slot in array.slots.values():
             self._note(array, slot, event, **values)
 
-    def lost(self, name: str, reason: str, can_stay: bool) -> int:
-        """Return the device on which an array goes on whose process was lost. Raises DeviceLost if none has room."""
-        array = next(array for array in self.placement.arrays if array.name == name)
+    def lost(self, array: ShapeArray, reason: str, can_stay: bool) -> None:
+        """Place an array whose process was lost where it goes on. Raises DeviceLost if no device has room."""
         self._note_all(array, "lost", error=reason)
         if not can_stay:
             self.placement.move(array)
             self._note_all(array, "moved")
-        return array.device
 
     def _leave(self, array: ShapeArray, slot: SweepTrial, *, completed: bool) -> None:
         """Free the row of a trial. Keep its model if it is among the best trials."""
         del array.slots[slot.tag]
         if completed and slot.number in (best := self.trials.best_numbers()):
-            model = self._workers.leave(array.name, slot)
+            model = self._workers.leave(array, slot)
             self.best_models = {n: other for n, other in self.best_models.items() if n in best} | {slot.number: model}
         elif not array.plain:
-            self._workers.send(array.name, "leave", slot.tag)
+            self._workers.send(array, "leave", slot.tag)
 
     def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
         """Apply population based training to the remaining trials of an array, after their reports."""
@@ -180,7 +172,7 @@ class SweepRunner:
         if not pairs:
             return
         explored = [self._explored(array.slots[source], draw) for source, _ in pairs]
-        self._workers.send(array.name, "exploit", pairs, [suggestion for _, suggestion in explored])
+        self._workers.send(array, "exploit", pairs, [suggestion for _, suggestion in explored])
         for (source, tag), (params, suggestion) in zip(pairs, explored, strict=True):
             slot, copied = array.slots[tag], array.slots[source]
             origin = copied.number if copied.origin is None else copied.origin
@@ -264,10 +256,9 @@ class SweepRunner:
             return
         changed = [array for array in self.placement.arrays if not array.save]
         root = self._folder.root.absolute()
-        saves = self._workers.save({array: root / ARRAYS / array.name for array in changed})
-        for array in changed:
+        for array, path in self._workers.save(changed, root / ARRAYS).items():
             # Relative, so that the folder can be moved.
-            array.save = os.fspath(saves[array.name].relative_to(root))
+            array.save = os.fspath(path.relative_to(root))
         arrays = [
             {
                 "name": array.name,
@@ -281,8 +272,7 @@ class SweepRunner:
             for array in self.placement.arrays
         ]
         tensors: dict[str, Tensor] = {}
-        for number, model in self.best_models.items():
-            tensors |= {f"{number}.{key}": value.detach().clone() for key, value in model.state_dict().items()}
+        best = {number: dict(model.state_dict()) for number, model in self.best_models.items()}
         body = {
             "base": self.trials.base,
             "seed": self._extent.seed,
@@ -296,9 +286,9 @@ class SweepRunner:
             "stopped": self._extent.trials if self.trials.study._stop_flag else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": arrays,
-            "best": list(self.best_models),
+            "best": encode(best, tensors, "the best models"),
         }
-        self._folder.write(body, tensors, self._round)
+        self._folder.write(body, {key: tensor.detach().clone() for key, tensor in tensors.items()}, self._round)
 
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore a saved state."""
@@ -327,8 +317,8 @@ class SweepRunner:
             model = self._recipe.model(body["waiting"], suggestion)
             candidate = SweepTrial(body["waiting"], suggestion, model)
             self._waiting = candidate, self.placement.shape(candidate)
-        for number in body["best"]:
-            self.best_models[number] = self._restore_best(number, tensors)
+        for number, state in decode(body["best"], tensors).items():
+            self.best_models[number] = self._restore_best(number, state)
 
     def _restore_suggestion(self, params: dict[str, Any], number: int) -> Suggestion:
         """Evaluate the search space on saved values. Raises CheckpointError if the space has changed."""
@@ -344,15 +334,14 @@ class SweepRunner:
             "those that it was, or a new directory"
         )
 
-    def _restore_best(self, number: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+    def _restore_best(self, number: int, state: Mapping[str, Tensor]) -> nn.Module:
         """Return the model of a best trial of the saved sweep: it is made again, and its saved tensors are loaded."""
         trial = numbered(self.trials.study, number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._restore_suggestion(copies[-1]["params"] if copies else trial.params, number)
         model = self._recipe.model(number, suggestion).cpu()
         try:
-            state = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}
-            model.load_state_dict({key.partition(".")[2]: value for key, value in state.items()})
+            model.load_state_dict(state)
         except RuntimeError as error:
             raise self._changed(f"make_model gave another model for trial {number}", error) from error
         return model

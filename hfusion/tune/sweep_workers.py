@@ -11,7 +11,7 @@ import gc
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -203,32 +203,15 @@ def _serve(host: _TrialHost, parent: Parent) -> Callable[[RowsJob], Any]:
 # What the driver asks of them.
 
 
-@dataclass
-class _SentCalls:
-    """The calls of an array in a worker.
-
-    Attributes:
-        cost: the estimated seconds of an epoch of a plain trial.
-        done: how many of the calls the worker has completed.
-        lost: how often the worker was lost.
-    """
-
-    worker: int
-    cost: float
-    calls: list[RowsCall | bytes] = field(default_factory=list)
-    done: int = 0
-    lost: int = 0
-
-
 class SweepWorkers:
-    """Workers that hold the `TrialRows` of each array by its name, and call their methods.
+    """Workers that hold the `TrialRows` of each array, and call their methods.
 
     Args:
         max_failures: how many times the process of an array may be lost.
 
     Attributes:
-        lost: called with the name of an array whose process was lost, the reason, and whether its device has another
-            process. Returns the device on which the array goes on. Set by the owner.
+        lost: called with an array whose process was lost, the reason, and whether its device has another process.
+            Places the array on a device on which it goes on. Set by the owner.
     """
 
     def __init__(self, executor: Executor | LocalExecutor, recipe: SweepRecipe, max_failures: int = 3) -> None:
@@ -242,7 +225,7 @@ class SweepWorkers:
         self.devices: Sequence[DeviceInfo] = executor.devices
         # How many plain trials a device trains at the same time.
         self.side_by_side = getattr(executor, "side_by_side", 1)
-        self._sent: dict[str, _SentCalls] = {}
+        self._arrays: dict[str, ShapeArray] = {}
         self._dropped: dict[int, list[str]] = {}
         self.lost_devices: set[int] = set()
         # For each busy worker: its arrays, and how many calls of each will be done when it answers.
@@ -250,19 +233,16 @@ class SweepWorkers:
         # The devices that are training. This process only trains while it waits.
         self.busy: Collection[int] = () if self._local else self._running
         self._results: dict[str, Any] = {}
-        self.lost: Callable[[str, str, bool], int]
-
-    def worker_of(self, name: str) -> int:
-        """Return the worker of an array."""
-        return self._sent[name].worker
+        self.lost: Callable[[ShapeArray, str, bool], None]
 
     def join(self, array: ShapeArray, new: Sequence[SweepTrial]) -> None:
         """Let trials join an array, which is created on its device if there is none."""
-        self.send(array.name, "join", *self._placed(array, new))
+        self.send(array, "join", *self._placed(array, new))
 
     def restore(self, array: ShapeArray, saved: Path) -> None:
         """Restore an array from a save."""
-        self.ask({array.name: ("restore", (saved, *self._placed(array, list(array.slots.values()))))})
+        self.send(array, "restore", saved, *self._placed(array, list(array.slots.values())))
+        self.first([array])
 
     def _placed(self, array: ShapeArray, members: Sequence[SweepTrial]) -> tuple[bool, Any]:
         """Choose the worker of an array if it is new. Return whether it is plain, and its members for the worker.
@@ -270,48 +250,45 @@ class SweepWorkers:
         A cluster makes their models again.
         """
         packed: Any = [replace(m, model=m.model if self._local else None) for m in members]
-        if array.name not in self._sent:
-            worker = array.device
+        if array.name not in self._arrays:
             if array.plain and self._local and (parcel := self._executor.parcel(members[0])) is not None:
                 packed, loads = parcel, dict.fromkeys(self._executor.forks(), 0.0)
-                for sent in self._sent.values():
-                    if sent.worker in loads:
-                        loads[sent.worker] += sent.cost
-                worker = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
-            self._sent[array.name] = _SentCalls(worker, array.cost)
+                for other in self._arrays.values():
+                    if other.worker in loads:
+                        loads[other.worker] += other.cost
+                array.fork = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
+            self._arrays[array.name] = array
         return array.plain, packed
 
-    def send(self, name: str, method: str, *args: Any) -> None:
+    def send(self, array: ShapeArray, method: str, *args: Any) -> None:
         """Call a method without a result. The call is deferred until the next one whose result is needed."""
         call = method, args
-        self._sent[name].calls.append(call if self._local else pack(f"what is told to {method}", call, {}))
+        array.calls.append(call if self._local else pack(f"what is told to {method}", call, {}))
 
-    def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
-        """Call a method of each array, and return the results by array name."""
-        for name, (method, args) in calls.items():
-            self.send(name, method, *args)
-        results: dict[str, Any] = {}
-        while missing := [name for name in calls if name not in results]:
-            name, result = self.first(missing)
-            results[name] = result
-        return results
-
-    def first(self, names: Sequence[str]) -> tuple[str, Any]:
-        """Wait for the first result of the last calls of these arrays, and return the array's name and the result."""
-        while not (ready := [name for name in names if name in self._results]):
-            self._start_idle(names)
+    def first(self, arrays: Sequence[ShapeArray]) -> tuple[ShapeArray, Any]:
+        """Wait for the first result of the last calls of these arrays, and return the array and the result."""
+        while not (ready := [array for array in arrays if array.name in self._results]):
+            self._start_idle(arrays)
             self._listen()
-        return ready[0], self._results.pop(ready[0])
+        return ready[0], self._results.pop(ready[0].name)
 
-    def _start_idle(self, names: Sequence[str]) -> None:
+    def collect(self, arrays: Sequence[ShapeArray]) -> dict[ShapeArray, Any]:
+        """Wait for the results of the last calls of these arrays, and return them in their order."""
+        results: dict[ShapeArray, Any] = {}
+        while missing := [array for array in arrays if array not in results]:
+            array, result = self.first(missing)
+            results[array] = result
+        return {array: results[array] for array in arrays}
+
+    def _start_idle(self, arrays: Sequence[ShapeArray]) -> None:
         """Start the pending calls of arrays whose workers are idle."""
-        idle: dict[int, list[str]] = {}
-        for name in names:
-            if (worker := self._sent[name].worker) not in self._running and name not in self._results:
-                idle.setdefault(worker, []).append(name)
+        idle: dict[int, list[ShapeArray]] = {}
+        for array in arrays:
+            if array.worker not in self._running and array.name not in self._results:
+                idle.setdefault(array.worker, []).append(array)
         for worker, waiting in idle.items():
-            calls = {name: tuple(self._sent[name].calls[self._sent[name].done :]) for name in waiting}
-            self._running[worker] = {name: len(self._sent[name].calls) for name in waiting}
+            calls = {array.name: tuple(array.calls[array.done :]) for array in waiting}
+            self._running[worker] = {array.name: len(array.calls) for array in waiting}
             dropped = tuple(self._dropped.pop(worker, ()))
             self._executor.start_job(worker, RowsJob(self._recipe_ref, calls, dropped))
 
@@ -320,10 +297,11 @@ class SweepWorkers:
         for worker, message in self._executor.wait(_GLANCE):
             if isinstance(message, Answered):
                 for name, count in self._running.pop(worker).items():
-                    self._sent[name].done = count
+                    array = self._arrays[name]
+                    array.done = count
                     if self._local:
                         # No call is repeated.
-                        self._sent[name].calls, self._sent[name].done = [], 0
+                        array.calls, array.done = [], 0
                 self._results |= message.value
             elif isinstance(message, Failure):
                 raise message.error_of(f"the process of {self._executor.devices[worker].name!r}")
@@ -342,18 +320,17 @@ class SweepWorkers:
                 # All devices are lost: messages that still arrive are dropped.
                 executor.wait(_GLANCE)
         self._dropped.pop(device, None)
-        for name, sent in self._sent.items():
-            if sent.worker != device:
-                continue
-            sent.done, sent.lost = 0, sent.lost + (name in running)
-            sent.worker = self.lost(name, reason, device not in self.lost_devices)
-            if sent.lost > self._max_failures:
-                raise DeviceLost(f"the device of {name} was lost {sent.lost} times: {reason}")
+        for array in [array for array in self._arrays.values() if array.device == device]:
+            array.done, array.losses = 0, array.losses + (array.name in running)
+            self.lost(array, reason, device not in self.lost_devices)
+            if array.losses > self._max_failures:
+                raise DeviceLost(f"the device of {array.name} was lost {array.losses} times: {reason}")
 
     @torch.no_grad()
-    def leave(self, name: str, member: SweepTrial) -> nn.Module:
+    def leave(self, array: ShapeArray, member: SweepTrial) -> nn.Module:
         """Free the row of a member, and return its model on the CPU."""
-        found = self.ask({name: ("leave", (member.tag,))})[name]
+        self.send(array, "leave", member.tag)
+        _, found = self.first([array])
         if isinstance(found, nn.Module):
             return found.cpu()
         model = self._recipe.model(member.number, member.suggestion).cpu()
@@ -361,17 +338,19 @@ class SweepWorkers:
             tensor.copy_(found[key])
         return model
 
-    def save(self, folders: Mapping[ShapeArray, Path]) -> dict[str, Path]:
-        """Save each array into its folder, and return the paths of the saves."""
-        paths: dict[str, Path] = self.ask({array.name: ("save", (folder,)) for array, folder in folders.items()})
-        for array in folders if not self._local else ():
-            sent = self._sent[array.name]
+    def save(self, arrays: Sequence[ShapeArray], folder: Path) -> dict[ShapeArray, Path]:
+        """Save each array into a folder of its name in ``folder``, and return the paths of the saves."""
+        for array in arrays:
+            self.send(array, "save", folder / array.name)
+        paths = self.collect(arrays)
+        for array in arrays if not self._local else ():
             # A process may have been lost after its save, while other arrays were saved.
-            is_done, sent.calls = sent.done == len(sent.calls), []
-            self.send(array.name, "restore", paths[array.name], *self._placed(array, list(array.slots.values())))
-            sent.done = len(sent.calls) if is_done else 0
+            is_done, array.calls = array.done == len(array.calls), []
+            self.send(array, "restore", paths[array], *self._placed(array, list(array.slots.values())))
+            array.done = len(array.calls) if is_done else 0
         return paths
 
-    def drop(self, name: str) -> None:
+    def drop(self, array: ShapeArray) -> None:
         """Remove an array without trials."""
-        self._dropped.setdefault(self._sent.pop(name).worker, []).append(name)
+        del self._arrays[array.name]
+        self._dropped.setdefault(array.worker, []).append(array.name)

@@ -26,7 +26,7 @@ from hfusion.torch_private.export_state import sparing_dynamo
 from hfusion.tune.loaders import first_inputs, minibatches
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import SweepTrial, sample_optimizer
-from hfusion.tune.sweep_workers import SweepWorkers
+from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
 from hfusion.tune.trial_rows import SweepRecipe
 
 # Time of forward and backward, in units of forward.
@@ -176,6 +176,11 @@ class ShapeArray:
     def __init__(self, name: str, shape: Shape, device: int, *, plain: bool = False) -> None:
         self.name, self.shape, self.device, self.plain = name, shape, device, plain
         self.cost = 0.0
+        # The fork of this process that has the trial; 0: none has it.
+        self.fork = 0
+        # The calls of the worker since the last save, the number of those that it has completed, and of its losses.
+        self.calls: list[RowsCall | bytes] = []
+        self.done = self.losses = 0
         self.slots: dict[str, SweepTrial] = {}
         self.joining: list[SweepTrial] = []
         # The number of rows with which it began; 0 before that.
@@ -184,6 +189,11 @@ class ShapeArray:
         self.training = False
         # Path of its last save, relative to the sweep's folder; empty if it has changed since.
         self.save = ""
+
+    @property
+    def worker(self) -> int:
+        """The worker that trains it."""
+        return self.fork or self.device
 
     @property
     def round(self) -> int | None:
@@ -230,18 +240,14 @@ class TrialPlacement:
 
     def shape(self, candidate: SweepTrial) -> Shape:
         """Return the shape of an array that the trial can share, or a new shape. Raises PlanError if none fits it."""
-        for shape in {id(array.shape): array.shape for array in self.arrays}.values():
+        for shape in dict.fromkeys(array.shape for array in self.arrays):
             if shape.takes(candidate):
                 return shape
-        choices, recipe, loaders = candidate.suggestion.choices, self._recipe, self._recipe.loaders
-        loader = loaders.loader(choices.loader)
-        counted = loaders.function is not None or hasattr(loader, "__len__")
-        loops = (
-            counted
-            and not (self._together or recipe.compile)
-            # They would begin anew for each trial, and a fork cannot begin them.
-            and not any(getattr(each, "num_workers", 0) for each in (loader, recipe.eval_loader))
-        )
+        choices, recipe = candidate.suggestion.choices, self._recipe
+        loader = recipe.loaders.loader(choices.loader)
+        counted = recipe.loaders.function is not None or hasattr(loader, "__len__")
+        # They would begin anew for each plain trial, and a fork cannot begin them.
+        has_workers = any(getattr(each, "num_workers", 0) for each in (loader, recipe.eval_loader))
         if id(loader) not in self._inputs:
             self._inputs[id(loader)] = first_inputs(loader)
         inputs, reading = self._inputs[id(loader)]
@@ -253,7 +259,7 @@ class TrialPlacement:
             evaluated=minibatches(recipe.judged(choices)[1]) if recipe.evaluates else 0,
             saved=self._saved,
             reading=reading,
-            is_array=not loops,
+            is_array=self._together or bool(recipe.compile) or has_workers or not counted,
         )
 
     def check(self, shape: Shape, what: str) -> None:
@@ -338,7 +344,7 @@ class TrialPlacement:
         """Drop arrays without trials."""
         for array in self.arrays:
             if not array.trial_count:
-                self._workers.drop(array.name)
+                self._workers.drop(array)
         self.arrays = [array for array in self.arrays if array.trial_count]
 
     def _on(self, device: int) -> list[ShapeArray]:

@@ -290,12 +290,11 @@ class PlainTrial(TrialRows):
         self._scheduler = None if schedules is None else PerMember(self._optimizer, schedules)
         self._check_schedules(self._scheduler)
         self._trained = [param for group in self._optimizer.param_groups for param in group["params"]]
-        # Minibatches since the last update, and epochs, which number the saves.
-        self._calls = self._epochs = 0
+        # Minibatches since the last update.
+        self._calls = 0
 
     def leave(self, tag: str) -> nn.Module:
         """Return the model."""
-        self._model.zero_grad()
         for param in self._model.parameters():
             unmark(param)
         return self._model
@@ -303,26 +302,22 @@ class PlainTrial(TrialRows):
     def save(self, folder: Path) -> Path:
         """Save the trial, and return the path of the save."""
         found: dict[str, Tensor] = {}
-        state = {
-            "tensors": dict(tensors(self._model)),
-            "optimizer": self._optimizer.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-        }
-        body = {"epochs": self._epochs, "trial": encode(state, found, "trial")}
+        schedules = None if self._scheduler is None else self._scheduler.state_dict()
+        body = encode([dict(tensors(self._model)), self._optimizer.state_dict(), schedules], found, "trial")
         saved_tensors = {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
-        return files.write(folder, body, saved_tensors, step=self._epochs, keep=KEEP)
+        return files.write(folder, body, saved_tensors, step=0, keep=KEEP)
 
     @torch.no_grad()
     def restore(self, saved: Path, members: Sequence[SweepTrial]) -> None:
         """Restore a trial from a save."""
         self.join(members)
         content = files.read(saved)
-        self._epochs, state = content.body["epochs"], decode(content.body["trial"], content.tensors)
+        held, state, schedules = decode(content.body, content.tensors)
         for name, tensor in tensors(self._model):
-            tensor.copy_(state["tensors"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+            tensor.copy_(held[name])
+        self._optimizer.load_state_dict(state)
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+            self._scheduler.load_state_dict(schedules)
 
     def _members(self) -> dict[int, str]:
         return {0: self._tag}
@@ -353,7 +348,6 @@ class PlainTrial(TrialRows):
             param.grad = None
 
     def _diverged(self, trained: Tensor) -> Collection[int]:
-        self._epochs += 1
         self._clear_gradients()
         # Parameters also show gradients that were not finite.
         finite = all(bool(value.isfinite().all()) for value in (trained, *self._trained))
