@@ -199,7 +199,6 @@ WHY = {
     "hfusion/device/backend.py": "asks devices, and records graphs of CUDA and ROCm, which torch.accelerator refuses",
     "hfusion/torch_private/seeding.py": "asks devices that were not used yet for the seeds that wait for them",
     "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
-    "hfusion/bench/harness.py": "reads the clock and the temperature of a GPU",
     "hfusion/bench/contact_benchmark.py": "reports the settings of a GPU, and the tests that need one",
     "hfusion/cluster/process_executor.py": "carries the flags of torch.backends to other processes",
 }

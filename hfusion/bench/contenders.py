@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +15,11 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfusion as hf
-from hfusion.bench.cases import Contender, Running, Unavailable, Workload, error_line
+from hfusion.bench.cases import Contender, Running, Unavailable, Workload
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import call_arguments
 from hfusion.device.native import cores
+from hfusion.device.worker_process import Parent, WorkerProcess, close_workers
 from hfusion.step.memory_budget import least_bytes
 
 
@@ -92,67 +90,18 @@ def start_serial(workload: Workload, **how: bool) -> Running:
 _ON_ACCELERATOR = 4
 
 
-def _work(pipe: Connection, workload: Workload, members: range, how: dict[str, bool]) -> None:
-    """Make a step and reply for each message, until it is False. An error is the last reply."""
+def _serve(workload: Workload, members: range, how: dict[str, bool], parent: Parent) -> Callable[[bool], list[float]]:
+    """Return the function that makes a step in a worker, or none, and returns the losses."""
+    del parent
     torch.set_num_threads(1)
-    try:
-        loop = SerialLoop(workload, members, **how)
-        pipe.send([])
-        while pipe.recv():
-            pipe.send([loss.item() for loss in loop.step()])
-    except Exception as error:
-        pipe.send(error_line(error))
-
-
-class _Workers:
-    """The processes, started once; a step is one message to each and one reply from each."""
-
-    def __init__(self, workload: Workload, count: int, how: dict[str, bool]) -> None:
-        context = multiprocessing.get_context("spawn")
-        bounds = [workload.members * index // count for index in range(count + 1)]
-        self._workers = []
-        for first, last in pairwise(bounds):
-            pipe, worker_end = context.Pipe()
-            process = context.Process(target=_work, args=(worker_end, workload, range(first, last), how), daemon=True)
-            process.start()
-            # Only the worker may hold its end, else its death would leave recv waiting for ever.
-            worker_end.close()
-            self._workers.append((pipe, process))
-        try:
-            self._replies()
-        except RuntimeError:
-            self.close()
-            raise
-
-    def _replies(self) -> list[float]:
-        losses: list[float] = []
-        for pipe, _ in self._workers:
-            try:
-                reply: list[float] | str = pipe.recv()
-            except EOFError:
-                raise RuntimeError("a worker process ended early; see its error above") from None
-            if isinstance(reply, str):
-                raise RuntimeError(f"in a worker process: {reply}")
-            losses += reply
-        return losses
-
-    def step(self) -> Tensor:
-        for pipe, _ in self._workers:
-            pipe.send(True)
-        return torch.tensor(self._replies())
-
-    def close(self) -> None:
-        for pipe, process in self._workers:
-            with suppress(BrokenPipeError):
-                pipe.send(False)
-            process.join()
-            pipe.close()
+    loop = SerialLoop(workload, members, **how)
+    return lambda trains: [loss.item() for loss in loop.step()] if trains else []
 
 
 def start_processes(workload: Workload, **how: bool) -> Running:
     """Start the workers and wait until they are ready. Raises Unavailable where there is work for one only.
 
-    how: see `SerialLoop`.
+    A step is one message to each and one reply from each. how: see `SerialLoop`.
     """
     count = min(cores(), workload.members)
     count = count if workload.device.type == "cpu" else min(count, _ON_ACCELERATOR)
@@ -160,8 +109,22 @@ def start_processes(workload: Workload, **how: bool) -> Running:
         raise Unavailable("needs at least 2 members and 2 cores")
     if how.get("channels_last"):
         SerialLoop(workload, [0], channels_last=True)
-    workers = _Workers(workload, count, how)
-    return Running(workers.step, workers.close, cores=count)
+    workers = list[WorkerProcess]()
+
+    def ask(trains: bool) -> Tensor:
+        for worker in workers:
+            worker.call(trains)
+        return torch.tensor([loss for worker in workers for loss in worker.poll()])
+
+    try:
+        for first, last in pairwise(workload.members * index // count for index in range(count + 1)):
+            serve = partial(_serve, workload, range(first, last), how)
+            workers.append(WorkerProcess(f"the process of members {first} to {last - 1}", serve, method="spawn"))
+        ask(False)
+    except BaseException:
+        close_workers(workers)
+        raise
+    return Running(partial(ask, True), partial(close_workers, workers), cores=count)
 
 
 # torch.func's way: stacked state, vmap of the gradient, and an Adam written over the stacks

@@ -18,7 +18,7 @@ from hfusion.bench.cases import CASES, Contender, Disagreement, Running, Unavail
 from hfusion.bench.contenders import CONTENDERS, start_serial
 from hfusion.bench.harness import Benchmark, Row
 
-BASELINE, OURS = "serial", ("hfusion", "hfusion-compiled")
+OURS = ("hfusion", "hfusion-compiled")
 AMP = {"bf16": torch.bfloat16}
 _AGREEMENT_STEPS = 4
 _QUICK_MODELS, _QUICK_CONTENDERS = ("mlp-small", "cnn"), ("serial", "vmap", "hfusion")
@@ -43,17 +43,24 @@ def prepare(contender: Contender, workload: Workload, expected: Tensor) -> tuple
     return running, row | {"cores": running.cores, "note": running.note, "reason": ""}
 
 
-def compare(workload: Workload, contenders: Sequence[Contender], rounds: int, slot: float, threads: int) -> list[Row]:
+def compare(
+    workload: Workload,
+    contenders: Sequence[Contender],
+    rounds: int,
+    slot: float,
+    threads: int,
+    baseline: Contender = CONTENDERS[0],
+) -> list[Row]:
     """Return a row for each contender: the median of its times in ``rounds`` rounds of at least ``slot`` seconds.
 
-    ``ms`` is the wall time of a step of all members; ``speedup`` over the serial loop and ``spread`` (quartile distance
-    over median) have no unit. A row of hfusion's has ``versus_best``: its speed-up over ``best_other``, the fastest
-    other contender per core.
+    ``ms`` is the wall time of a step of all members; ``speedup`` over the baseline, by default the serial loop, and
+    ``spread`` (quartile distance over median) have no unit. A row of hfusion's has ``versus_best``: its speed-up over
+    ``best_other``, the fastest other contender per core.
     """
     where = f"{workload.case.name} x {workload.members}"
     # Compiled code of other workloads would count towards the limit of recompilations.
     torch.compiler.reset()
-    expected = cases.losses(start_serial(workload), _AGREEMENT_STEPS)
+    expected = cases.losses(baseline.start(workload), _AGREEMENT_STEPS)
     rows, steps = [], {}
     with ExitStack() as stack:
         for contender in contenders:
@@ -70,8 +77,8 @@ def compare(workload: Workload, contenders: Sequence[Contender], rounds: int, sl
     for row in timed:
         seconds = times[row["contender"]]
         row |= {"ms": 1e3 * statistics.median(seconds), "spread": harness.spread(seconds), "speedup": None}
-        if BASELINE in times:
-            row["speedup"] = harness.speedup(times[BASELINE], seconds)
+        if baseline.name in times:
+            row["speedup"] = harness.speedup(times[baseline.name], seconds)
         if row["contender"] in OURS and others:
             per_core = {
                 other["contender"]: harness.speedup(times[other["contender"]], seconds)
@@ -99,7 +106,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
             )
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     def versus_best(row: Row) -> Text:
         return (
             Text("") if "versus_best" not in row else harness.factor(row["versus_best"]).append(f" {row['best_other']}")
@@ -119,4 +126,4 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--amp", choices=sorted(AMP), help="forward and loss under autocast, for all contenders")
 
 
-BENCHMARK = Benchmark(__doc__, _run, _table, {"models": CASES, "contenders": CONTENDERS}, True, _options)
+BENCHMARK = Benchmark(__doc__, _run, table, {"models": CASES, "contenders": CONTENDERS}, True, _options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -248,16 +247,13 @@ def run_command(benchmark: Benchmark, prog: str | None = None, arguments: Sequen
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     machine = describe(options.device) | {"command": " ".join([parser.prog, *(arguments or sys.argv[1:])])}
-    before, interrupted = gpu_state(options.device), False
-    rows: list[Row] = []
+    rows, interrupted = list[Row](), False
     try:
         for row in benchmark.run(options):
             rows.append(row)
     except KeyboardInterrupt:
         interrupted = True
     say("")
-    if before:
-        machine |= {"gpu before": before, "gpu after": gpu_state(options.device)}
     out = Console(width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
     out.print(benchmark.table(rows))
     names = {row.get("contender") for row in rows}
@@ -288,13 +284,3 @@ def describe(device: torch.device) -> dict[str, str | int]:
     if device.type != "cpu":
         facts["gpu"] = backend(device).name
     return facts
-
-
-def gpu_state(device: torch.device) -> str:
-    """Return clock and temperature of an NVIDIA GPU; empty for other devices, and without the package nvidia-ml-py."""
-    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("pynvml") is None:
-        return ""
-    try:
-        return f"{torch.cuda.clock_rate(device)} MHz, {torch.cuda.temperature(device)} degrees"
-    except Exception as error:
-        return f"NVML: {error}"

@@ -7,29 +7,23 @@ small Llama with random weights. Needs peft and transformers.
 from __future__ import annotations
 
 import argparse
-import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.bench import harness
-from hfusion.bench.cases import Contender, Disagreement, Running, check_agreement, losses
+from hfusion.bench import fuse_benchmark, harness
+from hfusion.bench.cases import Contender, Running, Workload
 from hfusion.bench.contenders import trained
 from hfusion.bench.harness import Benchmark, Row
 
-VOCABULARY, LENGTH, BATCH, STEPS = 256, 32, 4, 3
-# float32: products of other shapes round otherwise.
-TOLERANCE = 1e-3
-
-Step = Callable[[], Sequence[Tensor] | Tensor]
+VOCABULARY, LENGTH, BATCH = 256, 32, 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,8 @@ class LoraCase:
     name: str
     about: str
     width: int
+    # float32: products of other shapes round otherwise.
+    tolerance: float = 1e-3
 
     def base(self) -> nn.Module:
         """Return the base, always with the same weights."""
@@ -59,7 +55,7 @@ class LoraCase:
         return model.train()
 
 
-CASES = (
+CASES: tuple[Any, ...] = (
     LoraCase("llama", f"4 layers of 64, sequence {LENGTH}, batch {BATCH}; rank 8 in q and v", 64),
     LoraCase("llama-128", "the same with layers of 128", 128),
 )
@@ -71,30 +67,26 @@ def adapter() -> Any:
     return LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-def batches(members: int) -> Tensor:
-    """Return tokens ``[members, batch, length]``, the same at every call."""
-    return torch.randint(VOCABULARY, (members, BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
 def next_token(out: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def rates(members: int) -> list[float]:
-    return [3e-4 * 10 ** (member / max(members - 1, 1)) for member in range(members)]
+def batches(workload: Workload) -> Tensor:
+    """Return tokens ``[members, batch, length]``, the same at every call."""
+    return torch.randint(VOCABULARY, (workload.members, BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def start_peft(case: LoraCase, members: int) -> Step:
+def start_peft(workload: Any) -> Running:
     """Start a peft model and torch.optim.AdamW for each member, one after another."""
     from peft import get_peft_model
 
     pairs = []
-    for member, rate in enumerate(rates(members)):
-        base: Any = case.base()
+    for member, rate in enumerate(workload.rates):
+        base: Any = workload.case.base()
         torch.manual_seed(member)
         model = get_peft_model(base, adapter()).train()
         pairs.append((model, torch.optim.AdamW(trained(model), lr=rate)))
-    inputs = batches(members)
+    inputs = batches(workload)
 
     def step() -> list[Tensor]:
         losses = []
@@ -106,16 +98,16 @@ def start_peft(case: LoraCase, members: int) -> Step:
             losses.append(loss.detach())
         return losses
 
-    return step
+    return Running(step)
 
 
-def start_hfusion(case: LoraCase, members: int, compile: bool = False) -> Step:
+def start_hfusion(workload: Any, compile: bool = False) -> Running:
     """Start ``hf.lora`` and `hfusion.train_step`."""
-    array = hf.fuse(hf.lora(case.base(), adapter(), members, seeds=range(members)))
+    array = hf.fuse(hf.lora(workload.case.base(), adapter(), workload.members, seeds=range(workload.members)))
     array.train()
-    train = hf.train_step(array, next_token, hf.optim.AdamW(trained(array), lr=rates(members)), compile=compile)
-    ids = hf.stacked(batches(members))
-    return lambda: train(ids, ids)
+    train = hf.train_step(array, next_token, hf.optim.AdamW(trained(array), lr=workload.rates), compile=compile)
+    ids = hf.stacked(batches(workload))
+    return Running(lambda: train(ids, ids))
 
 
 CONTENDERS = (
@@ -125,45 +117,16 @@ CONTENDERS = (
 )
 
 
-def compare(case: LoraCase, members: int, rounds: int, slot: float) -> list[Row]:
-    """Return a row for each contender, whose losses are compared with peft's first. ``speedup``: over peft."""
-    rows, steps = [], {each.name: each.start(case, members) for each in CONTENDERS}
-    with warnings.catch_warnings():
-        # Of peft and transformers, and of what is compiled.
-        warnings.simplefilter("ignore")
-        first = {name: losses(Running(step), STEPS) for name, step in steps.items()}
-        for name, actual in first.items():
-            row: Row = {"model": case.name, "members": members, "contender": name, "reason": ""}
-            try:
-                check_agreement(name, first["peft"], actual, TOLERANCE)
-            except Disagreement as error:
-                del steps[name]
-                row |= {"reason": str(error), "disagrees": True}
-            rows.append(row)
-        times = harness.interleave(steps, rounds, slot, harness.CPU)
-    for row in rows:
-        if not row["reason"]:
-            seconds = times[row["contender"]]
-            row |= {"ms": 1e3 * statistics.median(seconds), "speedup": harness.speedup(times["peft"], seconds)}
-            row["spread"] = harness.spread(seconds)
-    return rows
-
-
 def _run(options: argparse.Namespace) -> Iterator[Row]:
+    rounds, slot = options.repeats or (1 if options.quick else 5), 0.1 if options.quick else 1.0
     for case in options.models or CASES[: 1 if options.quick else None]:
         for members in options.members or ((4,) if options.quick else (1, 4, 16)):
-            harness.say(f"{case.name} x {members}")
-            rounds = options.repeats or (1 if options.quick else 5)
-            yield from compare(case, members, rounds, 0.1 if options.quick else 1.0)
+            with warnings.catch_warnings():
+                # Of peft and transformers, and of what is compiled.
+                warnings.simplefilter("ignore")
+                workload = Workload(case, members, harness.CPU)
+                rows = fuse_benchmark.compare(workload, CONTENDERS, rounds, slot, options.threads, CONTENDERS[0])
+            yield from rows
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    values: dict[str, Callable[[Row], harness.Cell]] = {
-        "ms": lambda row: f"{row['ms']:.1f}",
-        "speed-up": lambda row: harness.factor(row["speedup"]),
-        "spread": lambda row: f"{row['spread']:.0%}",
-    }
-    return harness.row_table("one training step of all members", rows, ("model", "members", "contender"), values)
-
-
-BENCHMARK = Benchmark(__doc__, _run, _table, {"models": CASES, "ways": CONTENDERS}, members=True)
+BENCHMARK = Benchmark(__doc__, _run, fuse_benchmark.table, {"models": CASES, "ways": CONTENDERS}, members=True)

@@ -12,8 +12,8 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -113,14 +113,12 @@ class ShardSample:
     Attributes:
         peak: bytes that the plan or the executor accounts for, None if they are not counted.
         shards: 1 is resident.
-        figures: further numbers of the run.
     """
 
     seconds: float
     losses: Tensor
     peak: int | None = None
     shards: int | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def warm(steps: int) -> int:
@@ -299,7 +297,6 @@ def compare(workload: ShardWorkload, ways: Sequence[tuple[Contender, int]], roun
             seconds, last = [sample.seconds for sample in found], found[-1]
             rows[-1] |= {"ms": 1e3 * statistics.median(seconds), "peak_bytes": last.peak, "shards": last.shards}
             rows[-1]["speedup"] = harness.speedup(plain, seconds) if plain else None
-            rows[-1] |= {name: statistics.median(s.figures[name] for s in found) for name in last.figures}
     return rows
 
 
@@ -310,8 +307,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
         yield from compare(workload, ways, options.repeats or (1 if options.quick else 3))
 
 
-def table(rows: Sequence[Row], further: Mapping[str, Callable[[Row], harness.Cell]] | None = None) -> Table:
-    """Return the rows as a table, with ``further`` columns by heading."""
+def _table(rows: Sequence[Row]) -> Table:
     columns: dict[str, Callable[[Row], harness.Cell]] = {
         "shards": lambda row: str(row["shards"] or "-"),
         "ms": lambda row: harness.number(row["ms"]),
@@ -319,7 +315,7 @@ def table(rows: Sequence[Row], further: Mapping[str, Callable[[Row], harness.Cel
         "peak MiB": lambda row: harness.number(row["peak_bytes"] and row["peak_bytes"] / 2**20),
     }
     labels = ("case", "members", "budget", "contender")
-    return harness.row_table("one training step of arrays that do not fit", rows, labels, columns | dict(further or {}))
+    return harness.row_table("one training step of arrays that do not fit", rows, labels, columns)
 
 
-BENCHMARK = Benchmark(__doc__, _run, table, {"cases": CASES, "ways": (PLAIN, OURS, FSDP)})
+BENCHMARK = Benchmark(__doc__, _run, _table, {"cases": CASES, "ways": (PLAIN, OURS, FSDP)})

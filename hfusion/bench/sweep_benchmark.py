@@ -238,15 +238,9 @@ def processes(search: SweepSearch) -> Searched:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "journal"))
         study = search.study(path)
-        context = multiprocessing.get_context("spawn")
         ends = [search.trials * core // search.cores for core in range(search.cores + 1)]
-        workers = [context.Process(target=_worker, args=(search, path, b - a)) for a, b in pairwise(ends)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-            if worker.exitcode:
-                raise RuntimeError(f"a worker ended with status {worker.exitcode}; see its error above")
+        with multiprocessing.get_context("spawn").Pool(search.cores) as pool:
+            pool.starmap(_worker, [(search, path, b - a) for a, b in pairwise(ends)], chunksize=1)
         return _searched(study)
 
 
