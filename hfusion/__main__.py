@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,15 +41,12 @@ from hfusion.device.native import compiler, processor_name
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM has come. Whatever ends well at Ctrl-C does so now."""
-
-
 def _terminate(signals: list[int], number: int, frame: Any) -> NoReturn:
+    """End the script at SIGTERM: whatever ends well at Ctrl-C does so now."""
     signals.append(number)
     # Whoever sends another does not want to wait.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated
+    raise KeyboardInterrupt
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -81,25 +78,20 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.command == "run":
         return _run(parsed, rest)
     if parsed.command == "status":
-        return _status(parsed.folder, as_json=parsed.json)
-    print(describe() if parsed.command == "env" else clear_cache())
-    return 0
+        # Scripts that are run need nothing of it.
+        from hfusion.status import print_status, read_status, to_json
 
-
-def _status(folder: Path, *, as_json: bool) -> int:
-    """Print the state of the runs in a folder, and return the exit status."""
-    # Scripts that are run need nothing of it.
-    from hfusion.status import print_status, read_status, to_json
-
-    try:
-        runs = read_status(folder)
-    except CheckpointError as error:
-        print(f"python -m hfusion: {error}", file=sys.stderr)
-        return 2
-    if as_json:
-        print(to_json(runs))
+        try:
+            runs = read_status(parsed.folder)
+        except CheckpointError as error:
+            print(f"python -m hfusion: {error}", file=sys.stderr)
+            return 2
+        if parsed.json:
+            print(to_json(runs))
+        else:
+            print_status(runs)
     else:
-        print_status(runs)
+        print(describe() if parsed.command == "env" else clear_cache())
     return 0
 
 
@@ -113,19 +105,14 @@ def _run(parsed: argparse.Namespace, rest: list[str]) -> int:
     try:
         with nullcontext() if parsed.resume is None else resuming(parsed.resume.absolute()):
             runpy.run_path(str(parsed.script), run_name="__main__")
-    except Terminated:
-        print(f"ended by SIGTERM{resume_hint}", file=sys.stderr)
-        return TERMINATED
-    except KeyboardInterrupt:
-        print(f"interrupted{resume_hint}", file=sys.stderr)
-        return INTERRUPTED
-    except Exception:
-        # If the whole process group gets SIGTERM, this process may see first that its child processes have ended.
-        if not signals:
-            raise
-        traceback.print_exc()
-        print(f"ended by SIGTERM{resume_hint}", file=sys.stderr)
-        return TERMINATED
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, Exception):
+            # If the whole process group gets SIGTERM, this process may see first that its child processes have ended.
+            if not signals:
+                raise
+            traceback.print_exc()
+        print(f"{'ended by SIGTERM' if signals else 'interrupted'}{resume_hint}", file=sys.stderr)
+        return TERMINATED if signals else INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
         sys.argv, sys.path[:] = argv, path
@@ -150,11 +137,14 @@ OPTIONAL = {
 
 def describe() -> str:
     """Return versions, processor, compiler, accelerator and caches as a table to read, or to send with a report."""
-    installed = {name: _version(name) for name in OPTIONAL}
-    optional = [f"{name} {number}" for name, number in installed.items() if number]
-    absent = [f"{name} ([{OPTIONAL[name]}])" for name, number in installed.items() if not number]
+    installed = {found.name.lower(): found.version for found in distributions()}
+    optional = [f"{name} {installed[name]}" for name in OPTIONAL if name in installed]
+    absent = [f"{name} ([{extra}])" for name, extra in OPTIONAL.items() if name not in installed]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    command = compiler()
+    command, folder = compiler(), cache_folder()
+    sizes = _sizes(folder)
+    steps = sum(size for path, size in sizes.items() if path.name.startswith("step-"))
+    held = f"{len(sizes)} files, {readable(sum(sizes.values()))}, {readable(steps)} of it compiled steps"
     rows = [
         ("hfusion", __version__),
         ("python", f"{platform.python_version()}, {platform.platform()}"),
@@ -164,27 +154,14 @@ def describe() -> str:
         ("processor", f"{processor_name()}, torch uses {torch.get_num_threads()} threads"),
         ("C compiler", shlex.join(command) if command else "none: compiled steps and C kernels are off (set CC)"),
         ("accelerator", str(accelerator) if accelerator else "none"),
-        ("cache", _cache_summary(cache_folder())),
+        ("cache", f"{folder}: {held}"),
     ]
     return "\n".join(aligned(rows, left=2))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     return {path: path.lstat().st_size for path in files}
-
-
-def _cache_summary(folder: Path) -> str:
-    sizes = _sizes(folder)
-    steps = sum(size for path, size in sizes.items() if path.name.startswith("step-"))
-    return f"{folder}: {len(sizes)} files, {readable(sum(sizes.values()))}, {readable(steps)} of it compiled steps"
 
 
 def clear_cache() -> str:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NoReturn, TypeAlias, cast
@@ -157,22 +157,15 @@ class Adapters(list[Any]):
         for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
             if name not in filled and name in source_tensors and source_tensors[name] is not tensor:
                 tensor.copy_(source_tensors[name])
-        _check_trained(member, model, padded_layers.keys() - source_layers.keys(), label)
+        trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+        trained |= lora_names(padded_layers.keys() - source_layers.keys())
+        for name, tensor in member.named_parameters():
+            if tensor.requires_grad and name not in trained:
+                raise FusionError(
+                    f"{label} does not train {name}, which others of the array do: with bias, lora_bias or use_dora "
+                    "all members adapt the same layers; give them the same target_modules"
+                )
         return member
-
-
-def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], label: str) -> None:
-    """Raise a FusionError if a member would train tensors that ``model`` does not, other than padding."""
-    trained_names = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
-    for name, tensor in member.named_parameters():
-        if not tensor.requires_grad or name in trained_names:
-            continue
-        layer = next((path for path in absent if name.startswith(f"{path}.")), None)
-        if layer is None or name not in lora_names({layer: None}):
-            raise FusionError(
-                f"{label} does not train {name}, which others of the array do: with bias, lora_bias or use_dora all "
-                "members adapt the same layers; give them the same target_modules"
-            )
 
 
 class FrozenBase:
@@ -365,24 +358,12 @@ Config: TypeAlias = Any
 Change: TypeAlias = Mapping[str, Any]
 """Fields of a LoraConfig by name."""
 
-# Fields that may differ between members: they change sizes, which are padded, scales, probabilities or initial values.
-OWN = frozenset(
-    (
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "init_lora_weights",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    )
-)
+# Fields that choose the layers that a member adapts.
+_LAYERS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+# Fields of sizes, which are padded, scales and probabilities.
+_SIZED = ("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern")
+# Fields that may differ between members.
+OWN = frozenset((*_LAYERS, *_SIZED, "init_lora_weights", "base_model_name_or_path", "revision", "inference_mode"))
 # Fields that must be equal: they change which tensors and modules exist.
 COMMON = ("task_type", "bias", "use_rslora", "modules_to_save", "use_dora", "lora_bias", "fan_in_fan_out")
 # Fields without influence on the adapter.
@@ -580,10 +561,10 @@ def dropout(layer: Any) -> float:
     return float(getattr(layer.lora_dropout[NAME], "p", 0.0))
 
 
-def lora_names(adapter_layers: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that `fill` writes, including the buffers that `settle` adds."""
+def lora_names(paths: Iterable[str]) -> frozenset[str]:
+    """Return the names of the tensors that `fill` writes in these layers, with the buffers that a template has."""
     names = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
-    return frozenset(f"{path}.{name}" for path in adapter_layers for name in names)
+    return frozenset(f"{path}.{name}" for path in paths for name in names)
 
 
 def cut(layer: Any) -> tuple[int, float]:

@@ -90,22 +90,6 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._accumulate, self._own_batches = accumulate, own_batches
 
-    @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, **arguments: Any) -> LightningArray:
-        """Return a module with the state of a Lightning checkpoint. Pass the arguments of Lightning and of the class.
-
-        Raises:
-            TypeError: ``models``, ``loss`` or ``optimizer`` is missing: a checkpoint holds state, not code.
-        """
-        missing = [name for name in ("models", "loss", "optimizer") if name not in arguments]
-        if missing and cls is LightningArray:
-            raise TypeError(
-                f"load_from_checkpoint got no {', '.join(missing)}. A checkpoint holds state, not code: pass the "
-                "arguments of LightningArray, load_from_checkpoint(path, models=..., loss=..., optimizer=...)."
-            )
-        loaded: LightningArray = super().load_from_checkpoint(checkpoint_path, **arguments)
-        return loaded
-
     def __len__(self) -> int:
         return len(self.fused)
 
@@ -172,7 +156,10 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         losses = self._losses(self._outputs(inputs), target)
         self.manual_backward(losses.sum() / self._accumulate)
         if last:
-            self._clip()
+            params = [parameter for parameter in self.fused.parameters() if parameter.grad is not None]
+            for limit, clip in ((self._clip_value, clip_grad_value_), (self._clip_norm, clip_grad_norm_)):
+                if limit is not None:
+                    clip(params, limit)
             optimizer.step()
         samples = _samples(batch, self._own_batches)
         self._log("train_loss", losses.detach(), samples)
@@ -191,13 +178,13 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             self._step_scheduler()
 
     def _step_scheduler(self) -> None:
-        if self._scheduler is not None:
-            scheduler: Any = self.lr_schedulers()
-            watches = isinstance(scheduler, PerMember) and any(scheduler.takes_metrics)
-            scheduler.step(**{"metrics": self._watched()} if watches else {})
-
-    def _watched(self) -> list[float]:
-        """Return the last value of ``monitor`` of each member. Raises ValueError if there is none."""
+        """Step the scheduler. Raises ValueError if it watches a value that was not logged for each member."""
+        if self._scheduler is None:
+            return
+        scheduler: Any = self.lr_schedulers()
+        if not (isinstance(scheduler, PerMember) and any(scheduler.takes_metrics)):
+            scheduler.step()
+            return
         logged = self.trainer.callback_metrics
         names = [f"{self._monitor}/{tag}" for tag in self.tags]
         if any(name not in logged for name in names):
@@ -206,14 +193,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
                 f"the scheduler watches monitor={self._monitor!r}, which was not logged for each member. These were: "
                 f"{sorted(name.removesuffix(end) for name in logged if name.endswith(end))}."
             )
-        return [float(logged[name]) for name in names]
-
-    def _clip(self) -> None:
-        params = [parameter for parameter in self.fused.parameters() if parameter.grad is not None]
-        if self._clip_value is not None:
-            clip_grad_value_(params, self._clip_value)
-        if self._clip_norm is not None:
-            clip_grad_norm_(params, self._clip_norm)
+        scheduler.step(metrics=[float(logged[name]) for name in names])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log every member's loss and metrics."""
@@ -225,7 +205,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the members' outputs ``[B, ...]``. A batch is inputs, or a pair of inputs and target."""
-        return self._outputs(self._arguments(batch)[0] if _is_pair(batch) else self._stacked_if_own(batch))
+        return self._outputs(batch[0] if _is_pair(batch) else batch)
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         inputs, target = self._arguments(batch)
@@ -238,7 +218,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             raise ValueError(
                 f"a batch must be (inputs, target), got {type(batch).__name__}. Override the steps for others."
             )
-        return self._stacked_if_own(batch[0]), self._stacked_if_own(batch[1])
+        return batch[0], self._stacked_if_own(batch[1])
 
     def _stacked_if_own(self, value: Any) -> Any:
         return stacked(value) if self._own_batches and isinstance(value, Tensor) else value
@@ -246,7 +226,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     def _outputs(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
             return self.fused(**{key: self._stacked_if_own(value) for key, value in inputs.items()})
-        return self.fused(inputs)
+        return self.fused(self._stacked_if_own(inputs))
 
     def _log(self, name: str, values: Tensor, samples: int) -> None:
         """Log the mean over the members, for callbacks, and the value of each member."""

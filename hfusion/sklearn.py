@@ -165,7 +165,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         sample_indices = torch.arange(count, device="cpu").expand(members, count)
         if self.bootstrap:
             sample_indices = torch.randint(count, (members, count), generator=generator, device="cpu")
-        parts = -(-count // self._batch(count))
+        batch = 200 if self.batch_size == "auto" else self.batch_size
+        if not isinstance(batch, int | np.integer) or batch < 1:
+            raise ValueError(f'batch_size={batch!r}: it must be "auto" or a whole number of at least 1')
+        parts = -(-count // min(int(batch), count))
         step = train_step(fused, loss, optimizer, compile=compile)
         curve = []
         for _ in range(self.max_iter):
@@ -180,13 +183,6 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             if is_over():
                 break
         return torch.stack(curve).numpy()
-
-    def _batch(self, count: int) -> int:
-        if self.batch_size == "auto":
-            return min(200, count)
-        if not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1:
-            raise ValueError(f'batch_size={self.batch_size!r}: it must be "auto" or a whole number of at least 1')
-        return min(int(self.batch_size), count)
 
     def _tensor(self, x: Any) -> Tensor:
         return torch.tensor((x - self._mean) / self._scale, dtype=_dtype(x), device=self.device)
@@ -218,11 +214,11 @@ class _EarlyStopping:
     def update(self, scores: Tensor) -> bool:
         """Record the scores ``[members]`` of an epoch. Return whether all members have stopped."""
         goes_on = self._waited <= self._patience
-        self._history.append(torch.where(goes_on, scores, torch.nan))
+        scores = torch.where(goes_on, scores, torch.nan)
+        self._history.append(scores)
         # NaN is no improvement.
-        self._waited += goes_on & ~(scores >= self._best + self._tol)
-        self._waited[goes_on & (scores >= self._best + self._tol)] = 0
-        better = goes_on & (scores > self._best)
+        self._waited = torch.where(scores >= self._best + self._tol, 0, self._waited + goes_on)
+        better = scores > self._best
         self._best = torch.where(better, scores, self._best)
         for name, stack in member_tensors(self._fused):
             rows = better.to(stack.device)
