@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import ARRAYS, LOGS, RUN, TRIALS, LoggedEvent, is_running, read_events
-from hfusion.tune.sweep_folder import STATE
+from hfusion.tune.study import STATE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -129,20 +129,20 @@ def _run(folder: Path) -> RunStatus | None:
 
 def _life(events: Sequence[LoggedEvent]) -> tuple[str, LoggedEvent | None]:
     """Return the state of the run that was started last, and its start event with the values of later events."""
-    runs: dict[tuple[str | None, ...], tuple[str, LoggedEvent]] = {}
+    runs: dict[tuple[str | None, ...], LoggedEvent] = {}
     for event in events:
         key = event.values.get("node"), event.values.get("process")
         if event.event == "started":
             runs.pop(key, None)
-            runs[key] = "", event
+            runs[key] = event
         elif key in runs:
-            _, first = runs[key]
-            runs[key] = event.event, LoggedEvent(first.time, event.event, {**first.values, **event.values})
-    run_states = [(state or _alive(first), first) for state, first in runs.values()]
-    if not run_states:
-        return "unknown", None
+            first = runs[key]
+            runs[key] = LoggedEvent(first.time, event.event, {**first.values, **event.values})
+    run_states: list[tuple[str, LoggedEvent | None]] = [
+        (_alive(run) if run.event == "started" else run.event, run) for run in runs.values()
+    ]
     # The ranks of torchrun may share a folder: the run goes on as long as one of them is running.
-    return ([run for run in run_states if run[0] == "running"] or run_states)[-1]
+    return ([run for run in run_states if run[0] == "running"] or run_states or [("unknown", None)])[-1]
 
 
 def _alive(first: LoggedEvent) -> str:

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
@@ -18,15 +19,29 @@ from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
-from hfusion.tune.loaders import same_values
 
 if TYPE_CHECKING:
     from optuna import Trial
+
+    from hfusion.tune.trial_rows import SweepRecipe
 
 
 Space: TypeAlias = "Callable[[Trial], Mapping[str, Any]]"
 MakeModel: TypeAlias = Callable[..., nn.Module]
 MakeScheduler: TypeAlias = Callable[..., Any]
+
+
+def same_values(first: Any, second: Any) -> bool:
+    """Return whether two nested values are equal, including types and tensors."""
+    leaves, spec = pytree.tree_flatten(first)
+    others, other_spec = pytree.tree_flatten(second)
+    return spec == other_spec and all(map(_equal_leaves, leaves, others))
+
+
+def _equal_leaves(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    return first is second or (type(first) is type(second) and bool(first == second))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,22 +131,17 @@ class Maker:
     """Makes suggestions from trials. Raises ValueError if the optimizer is not from hf.optim.
 
     Args:
-        loader: the function that makes loaders, if there is one.
-        scheduler: makes a scheduler from the optimizer of one member, if there is one.
+        recipe: the functions that may take values.
         defaults: the values of `SWEEP_NAMES` for trials whose space does not choose them.
     """
 
-    def __init__(
-        self,
-        make_model: MakeModel,
-        space: Space,
-        loss: Callable[..., Any],
-        loader: Callable[..., Any] | None,
-        scheduler: MakeScheduler | None,
-        defaults: Mapping[str, Any],
-    ) -> None:
-        self._space, self._defaults, self._scheduler = space, defaults, scheduler
-        functions = {(MAKE_MODEL, 0): make_model, (LOADER, 0): loader, (LOSS, 2): loss, (SCHEDULER, 1): scheduler}
+    def __init__(self, space: Space, recipe: SweepRecipe, defaults: Mapping[str, Any]) -> None:
+        self._space, self.recipe, self._defaults = space, recipe, defaults
+        functions: dict[tuple[str, int], Any] = {
+            (MAKE_MODEL, 0): recipe.make_model,
+            (LOADER, 0): recipe.loaders.function,
+        }
+        functions |= {(LOSS, 2): recipe.loss, (SCHEDULER, 1): recipe.scheduler}
         self._receivers = [Receiver.of_function(*key, taker) for key, taker in functions.items() if taker is not None]
         self._receivers.append(Receiver(SWEEP, "the sweep", SWEEP_NAMES))
         sample_optimizer(defaults[OPTIMIZER])
@@ -171,8 +181,8 @@ class Maker:
         # Raise errors now if hyper-parameters, options and scheduler do not fit together.
         combined = sample_optimizer(kind, options, [hypers])
         _ = combined.state_stacks
-        if self._scheduler is not None:
-            PerMember(combined, partial(self._scheduler, **routed[SCHEDULER]))
+        if self.recipe.scheduler is not None:
+            PerMember(combined, partial(self.recipe.scheduler, **routed[SCHEDULER]))
         return Suggestion(hypers, choices, routed[MAKE_MODEL], own["epochs"], routed[SCHEDULER], clip)
 
 
@@ -312,11 +322,8 @@ def optimizer_of(choice: Any) -> MakeOptimizer:
         if choice.lower() not in _KINDS:
             raise ValueError(f"optimizer={choice!r} is no optimizer of hf.optim; it has {', '.join(_KINDS)}")
         return _KINDS[choice.lower()]
-    if (
-        isinstance(choice, type)
-        and issubclass(choice, torch.optim.Optimizer)
-        and not issubclass(choice, FusedOptimizer)
-    ):
+    kind = choice if isinstance(choice, type) else object
+    if issubclass(kind, torch.optim.Optimizer) and not issubclass(kind, FusedOptimizer):
         kinds = [kind for kind in _KINDS.values() if kind.torch_class is choice]
         if not kinds:
             raise ValueError(f"optimizer={choice.__name__} has no counterpart in hf.optim; it has {', '.join(_KINDS)}")

@@ -21,11 +21,11 @@ from hfusion.core.step_arguments import Compile, check_compile, check_loss_funct
 from hfusion.device.machine import Device, Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
-from hfusion.tune.loaders import Loaders
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space
 from hfusion.tune.study import (
     Callback,
+    SweepFolder,
     Trials,
     check_objectives,
     concurrent_trials,
@@ -33,12 +33,11 @@ from hfusion.tune.study import (
     listening,
     open_study,
 )
-from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_result import SweepResult
 from hfusion.tune.sweep_runner import SweepRunner
 from hfusion.tune.sweep_workers import LocalExecutor, SweepWorkers
 from hfusion.tune.trial_placement import Extent
-from hfusion.tune.trial_rows import SweepRecipe
+from hfusion.tune.trial_rows import Loaders, SweepRecipe
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
@@ -191,10 +190,8 @@ def sweep(
             own = max(machine.devices, key=lambda device: device.memory)
     # Models for other processes are compared on the CPU.
     device = torch.device("cpu") if own is None else own.physical
-    loaders, callbacks = Loaders(loader, seed), list(callbacks)
-    every_step = scheduler_interval == "step"
+    loaders, every_step = Loaders(loader, seed), scheduler_interval == "step"
     defaults = {"optimizer": optimizer, "epochs": epochs, "clip_norm": clip_norm, "accumulate": accumulate}
-    maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults)
     with ExitStack() as stack:
         folder = None
         if directory is not None:
@@ -210,14 +207,15 @@ def sweep(
         objectives = len(opened_study.directions)
         check_objectives(objectives, metric, pruner, pbt)
         # Population based training compares all trials, so all train at the same time.
-        concurrent = lambda: rows or max(1, trials)  # noqa: E731
-        if rows is None and pbt is None:
-            concurrent = partial(concurrent_trials, opened_study, trials)
+        concurrent = partial(concurrent_trials, opened_study, trials)
+        if rows is not None or pbt is not None:
+            concurrent = partial(int, rows or max(1, trials))
         catch = catch if isinstance(catch, tuple) else (catch,)
         extent = Extent(trials, epochs, seed, catch, pbt, deadline, concurrent, rounds == "asynchronous")
         recipe = SweepRecipe(
             make_model, loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives
         )
+        maker = Maker(space, recipe, defaults)
         stack.enter_context(listening(opened_study))
         sweep_trials = Trials(opened_study, body.get("asked", ()), body.get("base"), callbacks)
         forks = min(cores(), trials // 2) if processes is None else processes
@@ -232,7 +230,7 @@ def sweep(
 
             bar = stack.enter_context(tqdm(total=trials))
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        runner = SweepRunner(sweep_trials, maker, recipe, extent, workers, folder, bar, log)
+        runner = SweepRunner(sweep_trials, maker, extent, workers, folder, bar, log)
         workers.lost = runner.lost
         if saved is not None:
             runner.resume(*saved)

@@ -57,8 +57,8 @@ class SweepResult:
     @property
     def trials(self) -> list[FrozenTrial]:
         """The trials of the sweep, in the order in which they started."""
-        by_number = {trial.number: trial for trial in self.study.get_trials(deepcopy=False)}
-        return [as_trained(by_number[number], self.study) for number in self.numbers]
+        trials = self.study.get_trials(deepcopy=False)
+        return [as_trained(trials[number], self.study) for number in self.numbers]
 
     @property
     def best_trial(self) -> FrozenTrial:
@@ -169,9 +169,8 @@ class SweepResult:
         complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
         if len(self.study.directions) > 1:
             return [trial for trial in complete if trial.number in numbers]
-        descending = self.study.direction.name == "MAXIMIZE"
-        complete.sort(key=lambda trial: trial.value or 0.0, reverse=descending)
-        return sorted(complete, key=lambda trial: trial.number not in numbers)
+        sign = -1.0 if self.study.direction.name == "MAXIMIZE" else 1.0
+        return sorted(complete, key=lambda trial: (trial.number not in numbers, sign * (trial.value or 0.0)))
 
 
 def _params(trial: FrozenTrial) -> str:

@@ -15,11 +15,9 @@ from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.tune.space import Maker, Suggestion, SweepTrial, check_choices
-from hfusion.tune.study import COPIES, ROUND, Trials, numbered
-from hfusion.tune.sweep_folder import ARRAYS, SweepFolder
+from hfusion.tune.study import ARRAYS, COPIES, ROUND, SweepFolder, Trials, numbered
 from hfusion.tune.sweep_workers import SweepWorkers
 from hfusion.tune.trial_placement import Extent, Shape, ShapeArray, TrialPlacement
-from hfusion.tune.trial_rows import SweepRecipe
 
 _log = logging.getLogger(__name__)
 # The last event of a trial in the log, by its state in the study.
@@ -47,17 +45,16 @@ class SweepRunner:
         self,
         trials: Trials,
         maker: Maker,
-        recipe: SweepRecipe,
         extent: Extent,
         workers: SweepWorkers,
         folder: SweepFolder | None,
         bar: Any,
         log: EventLog,
     ) -> None:
-        self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
+        self.trials, self._maker, self._recipe, self._extent = trials, maker, maker.recipe, extent
         self._workers, self._folder = workers, folder
         self._bar, self._events = bar, log
-        self.placement = TrialPlacement(workers, recipe, extent, saved=folder is not None)
+        self.placement = TrialPlacement(workers, maker.recipe, extent, saved=folder is not None)
         self._waiting: tuple[SweepTrial, Shape] | None = None
         # The round of the arrays that reported last.
         self._round = 0
@@ -228,7 +225,13 @@ class SweepRunner:
                 break
             trial = self.trials.ask()
             try:
-                next_trial = self._candidate(trial)
+                suggestion = self._maker.suggestion(trial)
+                if self._folder is not None:
+                    check_choices(trial)
+                candidate = SweepTrial(trial.number, suggestion, self._recipe.model(trial.number, suggestion))
+                shape = self.placement.shape(candidate)
+                self.placement.check(shape, f"trial {candidate.number} with {trial.params}")
+                next_trial = candidate, shape
             except Exception as error:
                 pruned = isinstance(error, self.trials.optuna.TrialPruned)
                 state = self.trials.states.PRUNED if pruned else self.trials.states.FAIL
@@ -240,15 +243,6 @@ class SweepRunner:
                 if not pruned:
                     _log.warning("trial %d failed: %r", trial.number, error)
         return next_trial
-
-    def _candidate(self, trial: Any) -> tuple[SweepTrial, Shape]:
-        suggestion = self._maker.suggestion(trial)
-        if self._folder is not None:
-            check_choices(trial)
-        candidate = SweepTrial(trial.number, suggestion, self._recipe.model(trial.number, suggestion))
-        shape = self.placement.shape(candidate)
-        self.placement.check(shape, f"trial {candidate.number} with {trial.params}")
-        return candidate, shape
 
     def save(self, *, ended: bool = False) -> None:
         """Save the state that a resumed sweep needs, with the size of the study."""
@@ -266,7 +260,8 @@ class SweepRunner:
                 "save": array.save,
                 "first": array.first,
                 "seats": [
-                    [slot.number, slot.began, slot.epochs, slot.params, slot.origin] for slot in array.slots.values()
+                    {key: value for key, value in vars(slot).items() if key not in ("suggestion", "model")}
+                    for slot in array.slots.values()
                 ],
             }
             for array in self.placement.arrays
@@ -296,16 +291,16 @@ class SweepRunner:
         self._round, self.placement.opened = body["round"], body["opened"]
         if self._extent.trials <= (body.get("stopped") or -1):
             self.trials.study.stop()
-        numbers = [number for record in body["arrays"] for number, *_ in record["seats"]]
+        numbers = [seat["number"] for record in body["arrays"] for seat in record["seats"]]
         trials = self.trials.resume(numbers if body["waiting"] is None else [*numbers, body["waiting"]])
         # Trials keep their suggested values: nothing is sampled again.
         suggestions = {number: self._restore_suggestion(trial.params, number) for number, trial in trials.items()}
         for record in body["arrays"]:
-            slots = []
-            for number, began, done, params, origin in record["seats"]:
-                # Trials that became a copy of another have values of their own.
-                suggestion = suggestions[number] if params is None else self._restore_suggestion(params, number)
-                slots.append(SweepTrial(number, suggestion, None, began, done, params, origin))
+            slots = [SweepTrial(suggestion=suggestions[seat["number"]], model=None, **seat) for seat in record["seats"]]
+            for slot in slots:
+                if slot.params is not None:
+                    # It became a copy of another trial.
+                    slot.suggestion = self._restore_suggestion(slot.params, slot.number)
             slots[0].model = self._recipe.model(slots[0].number, slots[0].suggestion)
             shape = self.placement.shape(slots[0])
             array = self.placement.restored(record["name"], shape, slots, record["first"], plain=record["plain"])

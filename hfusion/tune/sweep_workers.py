@@ -251,6 +251,8 @@ class SweepWorkers:
         """
         packed: Any = [replace(m, model=m.model if self._local else None) for m in members]
         if array.name not in self._arrays:
+            # An array that was dropped may begin again.
+            array.calls, array.done, array.losses = [], 0, 0
             if array.plain and self._local and (parcel := self._executor.parcel(members[0])) is not None:
                 packed, loads = parcel, dict.fromkeys(self._executor.forks(), 0.0)
                 for other in self._arrays.values():
@@ -266,10 +268,34 @@ class SweepWorkers:
         array.calls.append(call if self._local else pack(f"what is told to {method}", call, {}))
 
     def first(self, arrays: Sequence[ShapeArray]) -> tuple[ShapeArray, Any]:
-        """Wait for the first result of the last calls of these arrays, and return the array and the result."""
+        """Wait for the first result of the last calls of these arrays, and return the array and the result.
+
+        Starts the pending calls of arrays whose workers are idle, raises errors of calls, and restarts arrays of lost
+        devices.
+        """
         while not (ready := [array for array in arrays if array.name in self._results]):
-            self._start_idle(arrays)
-            self._listen()
+            idle: dict[int, list[ShapeArray]] = {}
+            for array in arrays:
+                if array.worker not in self._running:
+                    idle.setdefault(array.worker, []).append(array)
+            for worker, waiting in idle.items():
+                calls = {array.name: tuple(array.calls[array.done :]) for array in waiting}
+                self._running[worker] = {array.name: len(array.calls) for array in waiting}
+                dropped = tuple(self._dropped.pop(worker, ()))
+                self._executor.start_job(worker, RowsJob(self._recipe_ref, calls, dropped))
+            for worker, message in self._executor.wait(_GLANCE):
+                if isinstance(message, Answered):
+                    for name, count in self._running.pop(worker).items():
+                        array = self._arrays[name]
+                        array.done = count
+                        if self._local:
+                            # No call is repeated.
+                            array.calls, array.done = [], 0
+                    self._results |= message.value
+                elif isinstance(message, Failure):
+                    raise message.error_of(f"the process of {self.devices[worker].name!r}")
+                elif isinstance(message, Lost):
+                    self._lose(worker, self._running.pop(worker, {}), message.reason)
         return ready[0], self._results.pop(ready[0].name)
 
     def collect(self, arrays: Sequence[ShapeArray]) -> dict[ShapeArray, Any]:
@@ -279,34 +305,6 @@ class SweepWorkers:
             array, result = self.first(missing)
             results[array] = result
         return {array: results[array] for array in arrays}
-
-    def _start_idle(self, arrays: Sequence[ShapeArray]) -> None:
-        """Start the pending calls of arrays whose workers are idle."""
-        idle: dict[int, list[ShapeArray]] = {}
-        for array in arrays:
-            if array.worker not in self._running and array.name not in self._results:
-                idle.setdefault(array.worker, []).append(array)
-        for worker, waiting in idle.items():
-            calls = {array.name: tuple(array.calls[array.done :]) for array in waiting}
-            self._running[worker] = {array.name: len(array.calls) for array in waiting}
-            dropped = tuple(self._dropped.pop(worker, ()))
-            self._executor.start_job(worker, RowsJob(self._recipe_ref, calls, dropped))
-
-    def _listen(self) -> None:
-        """Wait for messages of workers: store results, raise errors of calls, and restart arrays of lost devices."""
-        for worker, message in self._executor.wait(_GLANCE):
-            if isinstance(message, Answered):
-                for name, count in self._running.pop(worker).items():
-                    array = self._arrays[name]
-                    array.done = count
-                    if self._local:
-                        # No call is repeated.
-                        array.calls, array.done = [], 0
-                self._results |= message.value
-            elif isinstance(message, Failure):
-                raise message.error_of(f"the process of {self._executor.devices[worker].name!r}")
-            elif isinstance(message, Lost):
-                self._lose(worker, self._running.pop(worker, {}), message.reason)
 
     def _lose(self, device: int, running: Collection[str], reason: str) -> None:
         """Schedule all calls of a lost device's arrays again, there or on other devices."""

@@ -23,11 +23,10 @@ from hfusion.core.row_indices import Widths
 from hfusion.device.backend import draws_kept
 from hfusion.device.calibrate import Rates
 from hfusion.torch_private.export_state import sparing_dynamo
-from hfusion.tune.loaders import first_inputs, minibatches
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import SweepTrial, sample_optimizer
 from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
-from hfusion.tune.trial_rows import SweepRecipe
+from hfusion.tune.trial_rows import SweepRecipe, first_inputs, minibatches
 
 # Time of forward and backward, in units of forward.
 _PASSES = 3
@@ -78,31 +77,28 @@ class Shape:
     Args:
         first: the first trial of the shape, with which others are compared. A copy of its model is called on the CPU,
             since the device may not have the memory.
-        inputs: the inputs of a minibatch; forward may write into them.
-        minibatches: minibatches per epoch; 1 if the loader has no length.
-        evaluated: minibatches whose outputs are held at once to evaluate a metric.
+        read: the inputs of a minibatch, into which forward may write, and the seconds to read one: once for an array,
+            and once for each plain trial.
         saved: trials are saved, with copies on the host.
-        reading: seconds in which a minibatch is read; once for an array, and once for each plain trial.
-        is_array: its trials must be an array.
+        together: its trials must be an array.
 
     Attributes:
         startup: estimated seconds until an array is captured and checked.
     """
 
     def __init__(
-        self,
-        first: SweepTrial,
-        inputs: Any,
-        *,
-        minibatches: int,
-        evaluated: int,
-        saved: bool,
-        reading: float,
-        is_array: bool,
+        self, first: SweepTrial, recipe: SweepRecipe, read: tuple[Any, float], *, saved: bool, together: bool
     ) -> None:
-        self.first, self.is_array = first, is_array
-        self._minibatches, self._saved, self._reading = minibatches, saved, reading
         choices = first.suggestion.choices
+        loader = recipe.loaders.loader(choices.loader)
+        counted = recipe.loaders.function is not None or hasattr(loader, "__len__")
+        # They would begin anew for each plain trial, and a fork cannot begin them.
+        has_workers = any(getattr(each, "num_workers", 0) for each in (loader, recipe.eval_loader))
+        self.first, self.is_array = first, together or bool(recipe.compile) or has_workers or not counted
+        inputs, self._reading = read
+        # Minibatches per epoch, and those whose outputs are held at once to evaluate a metric.
+        self._minibatches, self._saved = minibatches(loader) if counted else 1, saved
+        evaluated = minibatches(recipe.judged(choices)[1]) if recipe.evaluates else 0
         # How many tensors the optimizer holds for each parameter.
         stacks = sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks
         model: nn.Module = copy.deepcopy(first.model).cpu()
@@ -178,7 +174,7 @@ class ShapeArray:
         self.cost = 0.0
         # The fork of this process that has the trial; 0: none has it.
         self.fork = 0
-        # The calls of the worker since the last save, the number of those that it has completed, and of its losses.
+        # Set by `SweepWorkers`: the calls since the last save, how many of them are done, and how often it was lost.
         self.calls: list[RowsCall | bytes] = []
         self.done = self.losses = 0
         self.slots: dict[str, SweepTrial] = {}
@@ -243,24 +239,12 @@ class TrialPlacement:
         for shape in dict.fromkeys(array.shape for array in self.arrays):
             if shape.takes(candidate):
                 return shape
-        choices, recipe = candidate.suggestion.choices, self._recipe
-        loader = recipe.loaders.loader(choices.loader)
-        counted = recipe.loaders.function is not None or hasattr(loader, "__len__")
-        # They would begin anew for each plain trial, and a fork cannot begin them.
-        has_workers = any(getattr(each, "num_workers", 0) for each in (loader, recipe.eval_loader))
+        loader = self._recipe.loaders.loader(candidate.suggestion.choices.loader)
         if id(loader) not in self._inputs:
             self._inputs[id(loader)] = first_inputs(loader)
-        inputs, reading = self._inputs[id(loader)]
-        return Shape(
-            # The candidate itself loses its model to a worker.
-            replace(candidate),
-            inputs,
-            minibatches=minibatches(loader) if counted else 1,
-            evaluated=minibatches(recipe.judged(choices)[1]) if recipe.evaluates else 0,
-            saved=self._saved,
-            reading=reading,
-            is_array=self._together or bool(recipe.compile) or has_workers or not counted,
-        )
+        # The candidate itself loses its model to a worker.
+        first, read = replace(candidate), self._inputs[id(loader)]
+        return Shape(first, self._recipe, read, saved=self._saved, together=self._together)
 
     def check(self, shape: Shape, what: str) -> None:
         """Raise PlanError if no device has memory for one trial of a shape. ``what``: the trial, in the message."""
@@ -328,17 +312,18 @@ class TrialPlacement:
         """
         array = ShapeArray(name, shape, self._live_devices[0], plain=plain)
         array.slots, array.first = {slot.tag: slot for slot in slots}, rows
-        device = self._device_for(array)
-        array.device = array.device if device is None else device
+        self._place(array)
         array.cost = self._epoch_seconds(array)
         shape.is_array = shape.is_array or not plain
         self.arrays.append(array)
         return array
 
-    def _device_for(self, array: ShapeArray) -> int | None:
-        """Return the device whose round ends first among those with memory for an array; None if there is none."""
+    def _place(self, array: ShapeArray) -> bool:
+        """Place an array where the round ends first among devices with memory for it; return whether there is one."""
         order = sorted(self._live_devices, key=lambda device: sum(map(self._epoch_seconds, self._on(device))))
-        return next((device for device in order if self._fits(device, [array, *self._on(device)])), None)
+        fitting = [device for device in order if self._fits(device, [array, *self._on(device)])]
+        array.device = fitting[0] if fitting else array.device
+        return bool(fitting)
 
     def drop_empty(self) -> None:
         """Drop arrays without trials."""
@@ -385,13 +370,12 @@ class TrialPlacement:
 
     def move(self, array: ShapeArray) -> None:
         """Move an array of a lost device to another. Raises DeviceLost if none has room for it."""
-        if (device := self._device_for(array)) is None:
+        if not self._place(array):
             live, count = len(self._live_devices), len(self._workers.devices)
             raise DeviceLost(
                 f"{count - live} of {count} devices are lost, and no other has room for the {len(array.slots)} trials "
                 f"of {array.name}: with a directory the same call goes on when there are more"
             )
-        array.device = device
 
 
 def seconds_saved(epochs: Sequence[int], waves: float, shape: Shape, rates: Rates, side_by_side: int) -> float:

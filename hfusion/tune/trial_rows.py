@@ -1,9 +1,12 @@
-"""Trials in the process that trains them, and a trial in plain torch, where an array would not be faster."""
+"""Trials in the process that trains them, as an array or in plain torch, and the minibatches that they share."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,18 +15,20 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare_models import check_alone
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.calls import call_arguments
+from hfusion.core.errors import PlanError
 from hfusion.core.membership import Membership, mark, unmark
 from hfusion.core.step_arguments import Compile, check_losses
-from hfusion.device.backend import draws_kept
+from hfusion.device.backend import draws_kept, seed_in_use
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.population.evaluation import evaluate, evaluating_model, member_metrics, number, with_row
-from hfusion.tune.loaders import Loaders, batches_on, seeded
+from hfusion.tasks.reading import generators, generators_kept, length, reading, restart_workers
 from hfusion.tune.space import (
     ArrayChoices,
     MakeModel,
@@ -32,8 +37,108 @@ from hfusion.tune.space import (
     Suggestion,
     SweepTrial,
     optimizer_with,
+    same_values,
 )
-from hfusion.tune.sweep_folder import KEEP
+from hfusion.tune.study import KEEP
+
+
+class Loaders:
+    """Returns the loader for values of the space. Trials with equal values share a loader.
+
+    Args:
+        loader: minibatches that can be read again for every epoch, or a function that returns them.
+        seed: the function is called after ``torch.manual_seed(seed)``.
+    """
+
+    def __init__(self, loader: Iterable[Any] | Callable[..., Iterable[Any]], seed: int = 0) -> None:
+        self._source: Any = loader
+        # None if the loader itself was given.
+        self.function = None if isinstance(loader, Iterable) or not callable(loader) else loader
+        self._seed = seed
+        self._created_loaders: list[tuple[Mapping[str, Any], Iterable[Any]]] = []
+
+    def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
+        """Return the loader for these arguments of the function. Raises PlanError if it returns no loader."""
+        if self.function is None:
+            return self._source  # type: ignore[no-any-return]
+        for cached_values, loader in self._created_loaders:
+            if same_values(cached_values, values):
+                return loader
+        with draws_kept():
+            torch.manual_seed(self._seed)
+            created: Any = self.function(**values)
+        if not isinstance(created, Iterable) or isinstance(created, Iterator):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
+            raise PlanError(
+                f"loader({arguments}) gave {type(created).__name__}: return minibatches that can be read again for "
+                "every epoch, such as a DataLoader"
+            )
+        self._created_loaders.append((dict(values), created))
+        return created
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for other processes, which create their own loaders."""
+        return {**vars(self), "_created_loaders": []}
+
+
+# Reading of the minibatches of an epoch, under a seed and on a device.
+
+
+@contextmanager
+def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
+    """Context manager: seed torch and the loader's generators with ``seed``, and restore all of them at the end."""
+    restart_workers(loader)
+    with draws_kept(), generators_kept(loader):
+        seed_in_use(seed)
+        for generator in generators(loader):
+            generator.manual_seed(seed)
+        yield
+
+
+def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Generator[tuple[Any, Any]]:
+    """Yield the minibatches of a loader on a device. Raises PlanError if there are none, or one is not a pair."""
+    count = 0
+    with reading(loader) as batches:
+        for count, batch in enumerate(batches, 1):  # noqa: B007
+            if not isinstance(batch, list | tuple) or len(batch) != 2:
+                raise PlanError(
+                    f"a minibatch of the {role} must be a pair (inputs, target), got {type(batch).__name__}. Inputs "
+                    "are a tensor, a tuple of arguments or a dict of keyword arguments."
+                )
+            yield _on(batch[0], device), _on(batch[1], device)
+    if not count:
+        raise PlanError(f"the {role} gave no minibatch: give one that can be read again for every epoch")
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def minibatches(loader: Iterable[Any]) -> int:
+    """Return the number of minibatches; a loader without a length is read, and its generators are restored."""
+    try:
+        return length(loader)
+    except TypeError:
+        with seeded(loader, 0), reading(loader) as batches:
+            return sum(1 for _ in batches)
+
+
+def first_inputs(loader: Iterable[Any]) -> tuple[Any, float]:
+    """Return a copy of the inputs of the first minibatch on the CPU, and the seconds in which another one is read.
+
+    Generators are restored. Raises PlanError as `batches_on` does.
+    """
+    with seeded(loader, 0), closing(batches_on("loader", loader, torch.device("cpu"))) as batches:
+        # A copy, so that a forward that writes into its inputs does not change the loader's data.
+        inputs = copy.deepcopy(next(batches)[0])
+        began = time.perf_counter()
+        next(batches, None)
+        return inputs, time.perf_counter() - began
+
+
+# Trials.
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +222,8 @@ class TrialRows:
     def join(self, new: Sequence[SweepTrial]) -> None:
         """Give a row to each new trial."""
         models, tags, schedules = [member.model for member in new], [member.tag for member in new], self._schedules(new)
-        limits: dict[str, Any] = {}
-        if self._choices.clips:
-            limits["clip_norm"] = [member.suggestion.clip_norm for member in new]
+        norms = [member.suggestion.clip_norm for member in new]
+        limits: dict[str, Any] = {"clip_norm": norms} if self._choices.clips else {}
         if self.population is None:
             from hfusion.population.population import Population
 
@@ -221,10 +325,8 @@ class TrialRows:
         count = self._recipe.objectives
         if count == 1:
             return (number(values),)
-        if isinstance(values, Tensor | np.ndarray):
-            values = [values] if not values.ndim else [*values]
-        if not isinstance(values, tuple | list):
-            values = [values]
+        is_listed = isinstance(values, tuple | list) or (isinstance(values, Tensor | np.ndarray) and values.ndim > 0)
+        values = list(values) if is_listed else [values]
         if len(values) != count:
             raise ValueError(
                 f"the metric returned {len(values)} value{'s' * (len(values) != 1)} for one member, and the study has "

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hfusion as hf
+from hfusion.tune.trial_placement import TrialPlacement
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
 optuna = pytest.importorskip("optuna")
@@ -107,6 +108,26 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
     assert lines[0].endswith("8 trials: 8 complete")
     assert f"{best.value:.6g}" in lines[2]
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_arrays_that_made_room_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an array has memory only once others without trials are gone, which goes itself."""
+    options: dict[str, Any] = {"rows": 2, "epochs": 1, "pruner": optuna.pruners.NopPruner()}
+    options["space"] = lambda trial: {"lr": trial.suggest_float("lr", 1e-3, 0.1), "hidden": 4 + trial.number % 2}
+    expected = sweep(6, **options)
+    fits, refused = TrialPlacement._fits, list[int]()
+
+    def tight(self: Any, device: int, arrays: Any, more: Any = None) -> bool:
+        arrays = list(arrays)
+        if any(not array.trial_count and array is not more for array in arrays):
+            refused.append(device)
+            return False
+        return fits(self, device, arrays, more)
+
+    monkeypatch.setattr(TrialPlacement, "_fits", tight)
+    result = sweep(6, **options)
+    assert len(refused) >= 2
+    assert [trial.values for trial in result.trials] == [trial.values for trial in expected.trials]
 
 
 # Several objectives: values are those of the trials alone, and what is best is Optuna's Pareto front.
