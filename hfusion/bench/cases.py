@@ -65,14 +65,6 @@ def sentences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]
     return contradict(text, torch.randint(10, (batch,), generator=generator), 10)
 
 
-def drawn(batch: int, noise: int, size: int) -> tuple[Tensor, Tensor]:
-    """Noise [batch, noise, 1, 1], the second half as the first, and other images [batch, 3, size, size] for each."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(batch - batch // 2, noise, 1, 1, generator=generator)
-    images = torch.rand(batch, 3, size, size, generator=generator).mul_(2).sub_(1)
-    return torch.cat([inputs, inputs])[:batch], images
-
-
 def fitted(shape: tuple[int, ...], target_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Normal inputs of ``shape``, the second half as the first, and other normal targets of a shape for each."""
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +125,7 @@ CASES = (
         "dcgan",
         "DCGAN's generator, 32x32, batch 16",
         models.dcgan,
-        partial(drawn, 16, 64, 32),
+        partial(fitted, (16, 64, 1, 1), (16, 3, 32, 32)),
         F.mse_loss,
         _WITH_BATCH_NORM,
     ),

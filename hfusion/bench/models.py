@@ -24,21 +24,11 @@ def mlp(*sizes: int) -> nn.Module:
 
 def cnn() -> nn.Module:
     """Three convolutions with BatchNorm for images [N, 1, 28, 28]; logits [N, 10]."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 10),
-    )
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise([1, 16, 32, 32]):
+        layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.BatchNorm2d(fan_out), nn.ReLU(), nn.MaxPool2d(2)]
+    # No pooling behind the last one.
+    return nn.Sequential(*layers[:-1], nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
 
 
 class ResidualBlock(nn.Module):
@@ -144,19 +134,11 @@ def dcgan() -> nn.Module:
 
     Radford et al., "Unsupervised representation learning with deep convolutional GANs" (2015).
     """
-    return nn.Sequential(
-        nn.ConvTranspose2d(64, 64, 4, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1, bias=False),
-        nn.Tanh(),
-    )
+    layers: list[nn.Module] = []
+    for fan_in, fan_out, stride, padding in ((64, 64, 1, 0), (64, 32, 2, 1), (32, 16, 2, 1)):
+        layers.append(nn.ConvTranspose2d(fan_in, fan_out, 4, stride, padding, bias=False))
+        layers += [nn.BatchNorm2d(fan_out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1), nn.Tanh())
 
 
 class PointNet(nn.Module):

@@ -190,16 +190,25 @@ class ShardWorkload:
         optimizer = hf.optim.Adam(trained(array), lr=self.rates)
         loss_of = hf.per_model(F.cross_entropy)
         inputs, target = (tensor.to(self.device) for tensor in self.batch)
+
+        def step() -> Tensor:
+            optimizer.zero_grad()
+            losses: Tensor = loss_of(array(inputs), target)
+            losses.sum().backward()
+            optimizer.step()
+            return losses.detach()
+
+        return replace(self._timed(step), peak=need, shards=1)
+
+    def _timed(self, step: Callable[[], Tensor]) -> ShardSample:
+        """Make all steps, which return the losses of the members."""
         ends, losses = [], []
         for _ in range(self.steps):
-            optimizer.zero_grad()
-            row = loss_of(array(inputs), target)
-            row.sum().backward()
-            optimizer.step()
+            row = step()
             backend(self.device).wait()
             ends.append(time.perf_counter())
-            losses.append(row.detach().cpu())
-        return ShardSample(steady(ends), torch.stack(losses), peak=need, shards=1)
+            losses.append(row.cpu())
+        return ShardSample(steady(ends), torch.stack(losses))
 
     def run_hfusion(self, budget: int) -> ShardSample:
         """Train by hf.train."""
@@ -244,19 +253,18 @@ class ShardWorkload:
         pairs = zip(members, self.rates, strict=True)
         steps = [(model, torch.optim.Adam(model.parameters(), lr=rate)) for model, rate in pairs]
         inputs, target = (tensor.to(self.device) for tensor in self.batch)
-        ends, losses = [], []
-        for _ in range(self.steps):
-            row = []
+
+        def step() -> Tensor:
+            losses = []
             for model, optimizer in steps:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(inputs), target)
                 loss.backward()
                 optimizer.step()
-                row.append(loss.detach().cpu())
-            backend(self.device).wait()
-            ends.append(time.perf_counter())
-            losses.append(torch.stack(row))
-        return ShardSample(steady(ends), torch.stack(losses))
+                losses.append(loss.detach())
+            return torch.stack(losses)
+
+        return self._timed(step)
 
 
 PLAIN = Contender("plain loop", "the array in memory, in a loop: what everybody writes", ShardWorkload.run_loop)
