@@ -6,24 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    # One line for each module.
+    # isort: off
     from hfusion import optim as optim
-    from hfusion.adapters import Adapters as Adapters
-    from hfusion.adapters import lora as lora
-    from hfusion.array.fuse import build as build
-    from hfusion.array.fuse import fuse as fuse
+    from hfusion.adapters import Adapters as Adapters, lora as lora
+    from hfusion.array.fuse import build as build, fuse as fuse
     from hfusion.array.member_functions import each as each
     from hfusion.array.module import FusedModule as FusedModule
     from hfusion.array.per_model import per_model as per_model
-    from hfusion.checkpoint.save import load as load
-    from hfusion.checkpoint.save import save as save
-    from hfusion.cluster.cluster import Cluster as Cluster
-    from hfusion.cluster.cluster import plan as plan
-    from hfusion.cluster.cluster import train as train
-    from hfusion.cluster.ranks import copy_rows as copy_rows
-    from hfusion.cluster.ranks import gather_rows as gather_rows
-    from hfusion.cluster.ranks import rows as rows
-    from hfusion.core.calls import Ragged as Ragged
-    from hfusion.core.calls import stacked as stacked
+    from hfusion.checkpoint.save import load as load, save as save
+    from hfusion.cluster.cluster import Cluster as Cluster, plan as plan, train as train
+    from hfusion.cluster.ranks import copy_rows as copy_rows, gather_rows as gather_rows, rows as rows
+    from hfusion.core.calls import Ragged as Ragged, stacked as stacked
     from hfusion.core.errors import CheckpointError as CheckpointError
     from hfusion.core.errors import ForwardsDiffer as ForwardsDiffer
     from hfusion.core.errors import FusionError as FusionError
@@ -32,18 +26,14 @@ if TYPE_CHECKING:
     from hfusion.core.errors import PlanError as PlanError
     from hfusion.core.errors import SpillError as SpillError
     from hfusion.core.patience import Patience as Patience
-    from hfusion.device.machine import Device as Device
-    from hfusion.device.machine import Machine as Machine
-    from hfusion.population.ensemble import Ensemble as Ensemble
-    from hfusion.population.ensemble import select as select
+    from hfusion.device.machine import Device as Device, Machine as Machine
+    from hfusion.population.ensemble import Ensemble as Ensemble, select as select
     from hfusion.population.group_step import zip_loaders as zip_loaders
     from hfusion.population.logger import MemberLogger as MemberLogger
     from hfusion.population.population import Population as Population
     from hfusion.schedule.engine import simulate as simulate
     from hfusion.step.train_step import train_step as train_step
-    from hfusion.tasks.task import Evaluation as Evaluation
-    from hfusion.tasks.task import Step as Step
-    from hfusion.tasks.task import Task as Task
+    from hfusion.tasks.task import Evaluation as Evaluation, Step as Step, Task as Task
     from hfusion.tasks.train import TrainError as TrainError
     from hfusion.tune.population_based_training import PBT as PBT
     from hfusion.tune.sweep import sweep as sweep

@@ -228,6 +228,8 @@ class FrozenBase:
 
 def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], max_rank: int | None) -> AdapterMember:
     """Return the template of the members: all layers that any of them adapts, with room for the largest rank."""
+    from peft.tuners._buffer_dict import BufferDict
+
     layers_by_member = [layers(model) for model in adapted]
     ranks: dict[str, int] = {}
     for member_layers in layers_by_member:
@@ -245,7 +247,11 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     chosen.init_lora_weights = True
     template: Any = frozen.adapted(chosen, 0)
     for layer in layers(template).values():
-        settle(layer)
+        # The scale, rank and alpha become buffers.
+        device = next(layer.parameters()).device
+        layer.scaling = BufferDict({NAME: torch.zeros((), dtype=torch.float64, device=device)}, persistent=True)
+        layer.register_buffer("rank", torch.zeros((), dtype=torch.int64, device=device))
+        layer.register_buffer("alpha", torch.zeros((), dtype=torch.float64, device=device))
     # Attributes that rebuild a member, except those stored in its buffers.
     saved_config = copy.deepcopy(cast(Any, adapted[0]).peft_config[NAME])
     if not all(member_layers.keys() == ranks.keys() for member_layers in layers_by_member):
@@ -264,6 +270,9 @@ PREFIX = "base_model.model."
 class AdapterMember(nn.Module):
     """Overrides of the peft class that a member derives from."""
 
+    peft_class: Any
+    """The class of peft that the class of the member derives from."""
+
     caches: Mapping[str, bool]
     """The ``use_cache`` setting of modules of the base that have one, by path: it is turned off in a member."""
 
@@ -280,7 +289,7 @@ class AdapterMember(nn.Module):
         frozen = [] if own_base else [tensor for tensor in self.parameters() if not tensor.requires_grad]
         model: Any = module_copy(self, {id(tensor): tensor for tensor in frozen})
         caches: Mapping[str, bool] = vars(model).pop("caches")
-        model.__class__ = kind_of(self)
+        model.__class__ = self.peft_class
         for path, value in caches.items():
             model.get_submodule(f"{PREFIX}{path}".rstrip(".")).config.use_cache = value
         adapter_layers = layers(model)
@@ -320,23 +329,17 @@ class AdapterMember(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is created dynamically, so pickle cannot find it by name.
-        return _blank, (kind_of(self),), self.__dict__
+        return _blank, (self.peft_class,), self.__dict__
 
 
 @cache
 def member_class(kind: Any) -> Any:
     """Return the class of members for ``kind``, a class of peft models."""
-    return type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__})
-
-
-def kind_of(member: nn.Module) -> Any:
-    """Return the peft class from which the class of a member was derived."""
-    return type(member).__mro__[2]
+    return type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__, "peft_class": kind})
 
 
 def _blank(kind: Any) -> Any:
-    member_type = member_class(kind)
-    return member_type.__new__(member_type)
+    return nn.Module.__new__(member_class(kind))
 
 
 def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -509,19 +512,9 @@ def _rooms(layer: Any) -> list[tuple[str, int, Tensor]]:
     return [(name, dim, parameters[name]) for name, dim in _RANK_DIMS.items() if name in parameters]
 
 
-def settle(layer: Any) -> None:
-    """Turn the scale, rank and alpha of a layer into buffers."""
-    from peft.tuners._buffer_dict import BufferDict
-
-    device = next(layer.parameters()).device
-    layer.scaling = BufferDict({NAME: torch.zeros((), dtype=torch.float64, device=device)}, persistent=True)
-    layer.register_buffer("rank", torch.zeros((), dtype=torch.int64, device=device))
-    layer.register_buffer("alpha", torch.zeros((), dtype=torch.float64, device=device))
-
-
 @torch.no_grad()
 def fill(layer: Any, source: Any, where: str) -> None:
-    """Copy peft's layer ``source`` into ``layer``, which `settle` has prepared. None: no adapter, rank 0.
+    """Copy peft's layer ``source`` into ``layer``, which is as in a template. None: no adapter, rank 0.
 
     Raises:
         FusionError: ``source`` does not fit, for example as its rank is larger.
@@ -568,7 +561,7 @@ def lora_names(paths: Iterable[str]) -> frozenset[str]:
 
 
 def cut(layer: Any) -> tuple[int, float]:
-    """Turn a layer that `settle` has prepared back into a peft layer of its own rank. Return its rank and alpha."""
+    """Turn a layer that is as in a template back into a peft layer of its own rank. Return its rank and alpha."""
     size, alpha = int(layer.rank), float(layer.alpha)
     for name, dim, room in _rooms(layer):
         path, _, key = name.rpartition(".")

@@ -113,9 +113,32 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             targets.append(torch.tensor(weights / weights.mean(), dtype=dtype, device=self.device))
             objective = functools.partial(_weighted, loss)
         stopping = _EarlyStopping(fused, self.n_iter_no_change, self.tol) if held else None
-        is_over = (lambda: stopping.update(self._scores(fused, *held))) if stopping else lambda: False
+        generator, count = torch.Generator().manual_seed(seed), len(x)
+        shape = len(fused), count
+        sample_indices = torch.arange(count, device="cpu").expand(shape)
+        if self.bootstrap:
+            sample_indices = torch.randint(count, shape, generator=generator, device="cpu")
+        batch = 200 if self.batch_size == "auto" else self.batch_size
+        if not isinstance(batch, int | np.integer) or batch < 1:
+            raise ValueError(f'batch_size={batch!r}: it must be "auto" or a whole number of at least 1')
+        parts = -(-count // min(int(batch), count))
+        optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
+        compile = False if self.compile is None and self.random_state is not None else self.compile
+        step, curve = train_step(fused, objective, optimizer, compile=compile), []
         with _drawing(seed):
-            self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed, is_over)
+            for _ in range(self.max_iter):
+                order = torch.rand(shape, generator=generator, device="cpu").argsort(1)
+                losses = torch.zeros(len(fused), dtype=torch.float64, device="cpu")
+                for chosen in torch.tensor_split(sample_indices.gather(1, order), parts, dim=1):
+                    rows = chosen.to(self.device)
+                    drawn = tuple(stacked(tensor[rows]) for tensor in targets)
+                    member_losses = step(stacked(inputs[rows]), drawn if len(drawn) > 1 else drawn[0])
+                    losses += member_losses.double().cpu() * chosen.shape[1]
+                curve.append(losses / count)
+                if stopping is not None and stopping.update(self._scores(fused, *held)):
+                    break
+        # The mean losses [epochs, members].
+        self.loss_curve_ = torch.stack(curve).numpy()
         self.n_iter_ = len(self.loss_curve_)
         if stopping is not None:
             self.validation_scores_, self.best_validation_scores_ = stopping.restore()
@@ -147,42 +170,6 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             else:
                 scores.append(r2_score(target, output, sample_weight=weights))
         return torch.tensor(scores, dtype=torch.float64, device="cpu")
-
-    def _epochs(
-        self,
-        fused: FusedModule,
-        x: Tensor,
-        targets: Sequence[Tensor],
-        loss: Callable[..., Any],
-        seed: int,
-        is_over: Callable[[], bool],
-    ) -> Any:
-        """Train until ``is_over()`` or for ``max_iter`` epochs. Return the mean losses ``[epochs, members]``."""
-        generator = torch.Generator().manual_seed(seed)
-        members, count = len(fused), len(x)
-        optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
-        compile = False if self.compile is None and self.random_state is not None else self.compile
-        sample_indices = torch.arange(count, device="cpu").expand(members, count)
-        if self.bootstrap:
-            sample_indices = torch.randint(count, (members, count), generator=generator, device="cpu")
-        batch = 200 if self.batch_size == "auto" else self.batch_size
-        if not isinstance(batch, int | np.integer) or batch < 1:
-            raise ValueError(f'batch_size={batch!r}: it must be "auto" or a whole number of at least 1')
-        parts = -(-count // min(int(batch), count))
-        step = train_step(fused, loss, optimizer, compile=compile)
-        curve = []
-        for _ in range(self.max_iter):
-            order = torch.rand(members, count, generator=generator, device="cpu").argsort(1)
-            losses = torch.zeros(members, dtype=torch.float64, device="cpu")
-            for chosen in torch.tensor_split(sample_indices.gather(1, order), parts, dim=1):
-                rows = chosen.to(x.device)
-                target = tuple(stacked(tensor[rows]) for tensor in targets)
-                member_losses = step(stacked(x[rows]), target if len(target) > 1 else target[0])
-                losses += member_losses.double().cpu() * chosen.shape[1]
-            curve.append(losses / count)
-            if is_over():
-                break
-        return torch.stack(curve).numpy()
 
     def _tensor(self, x: Any) -> Tensor:
         return torch.tensor((x - self._mean) / self._scale, dtype=_dtype(x), device=self.device)
