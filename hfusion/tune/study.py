@@ -173,6 +173,9 @@ def exhausted(study: Study) -> bool:
     view, stops = copy.copy(study), list[bool]()
     view.stop = lambda: stops.append(True)  # type: ignore[method-assign]
     if isinstance(sampler, samplers.BruteForceSampler):
+        sampler = copy.copy(sampler)
+        # True would count running trials as unfinished.
+        sampler._avoid_premature_stop = False
         sampler.after_trial(view, trials[-1], trials[-1].state, trials[-1].values)
     return bool(stops)
 

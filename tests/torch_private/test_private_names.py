@@ -143,7 +143,8 @@ ATTRIBUTES = {name for row in PRIVATE_NAMES if row.everywhere for _, name in row
 # Underscored attributes of Python's library and of other packages.
 OTHERS = {
     *("_getframe", "_current_frames", "_exit", "_replace", "_asdict", "_lru_cache_wrapper"),
-    *("_base_sampler", "_get_unvisited_grid_ids", "_stop_flag", "_storage", "_study_id", "_thread_local", "_trial_id"),
+    *("_base_sampler", "_stop_flag", "_storage", "_study_id", "_thread_local", "_trial_id"),
+    *("_avoid_premature_stop", "_get_unvisited_grid_ids"),
     *("_cached_frozen_trial", "_popsize", "_population_size", "_suggest", "_wrapped_pruner"),
 }
 
