@@ -56,16 +56,10 @@ class SerialLoop:
         ]
 
         def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-            return workload.case.loss(model(inputs), target)
-
-        def under_autocast(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
             with workload.autocast():
-                return loss_of(model, inputs, target)
+                return workload.case.loss(model(inputs), target)
 
-        chosen_loss = loss_of if workload.amp is None else under_autocast
-        self.loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = (
-            torch.compile(chosen_loss) if compiled else chosen_loss
-        )
+        self.loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = torch.compile(loss_of) if compiled else loss_of
 
     def step(self) -> list[Tensor]:
         """Make one training step of each member, and return their losses, scalars."""

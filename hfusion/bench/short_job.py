@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -15,11 +14,7 @@ from hfusion.bench.contenders import start_serial, trained
 
 _LOADED = time.perf_counter(), time.process_time()
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "eager": {"compile": False},
-    "compiled": {"compile": True},
-    "default": {},
-}
+_COMPILE = {"eager": False, "compiled": True, "default": None}
 
 
 def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
@@ -40,7 +35,7 @@ def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
         fused = hf.fuse(workload.models())
         optimizer = hf.optim.Adam(trained(fused), lr=list(workload.rates))
         inputs, target = workload.batch()
-        train = hf.train_step(fused, case.loss, optimizer, **_OPTIONS[variant])
+        train = hf.train_step(fused, case.loss, optimizer, compile=_COMPILE[variant])
         step = lambda: train(inputs, target)  # noqa: E731
     with warnings.catch_warnings():
         # Eager steps are in the table of steps.
