@@ -37,20 +37,17 @@ class JoinedMembers(nn.Module):
         rows: for each group, the rows of its members, which errors name. Outputs are in ascending order of rows.
     """
 
-    order: Tensor | None
-
     def __init__(self, groups: Sequence[nn.Module], rows: Sequence[Sequence[int]]) -> None:
         super().__init__()
         self.groups = nn.ModuleList(groups)
         self._rows = [list(of_group) for of_group in rows]
         joined = [row for of_group in self._rows for row in of_group]
         self._entries = [[sorted(joined).index(row) for row in of_group] for of_group in self._rows]
-        order = torch.tensor(sorted(range(len(joined)), key=joined.__getitem__), device="cpu")
-        in_order = joined == sorted(joined)
-        self.register_buffer("order", None if in_order else order.to(device_of(self.groups)), persistent=False)
+        # The place of each member in the outputs of all groups, in ascending order of rows.
+        self._order = sorted(range(len(joined)), key=joined.__getitem__)
 
     def __len__(self) -> int:
-        return sum(len(of_group) for of_group in self._rows)
+        return len(self._order)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments are those of one member, or stacked. Raises ValueError if outputs differ in structure or shape."""
@@ -73,11 +70,10 @@ class JoinedMembers(nn.Module):
     def _joined(self, leaves: Sequence[Any]) -> Any:
         """Join one output of all groups."""
         if isinstance(leaves[0], Tensor):
-            values = torch.cat(list(leaves))
-            return values if self.order is None else values[self.order.to(values.device)]
+            return torch.cat(list(leaves))[self._order]
         pairs = zip(leaves, self._rows, strict=True)
         each = [value for leaf, rows in pairs for value in values_of(leaf, len(rows))]
-        return member_values(each if self.order is None else [each[index] for index in self.order.tolist()])
+        return member_values([each[index] for index in self._order])
 
 
 def _kind(leaf: Any) -> str:
@@ -151,9 +147,7 @@ class Ensemble(nn.Module):
                 f"hf.Ensemble averages floating-point outputs, and output{pytree.keystr(path)} is {kind}. Let the "
                 "members give logits or numbers"
             )
-        values = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-        if self.softmax is not None:
-            values = values.softmax(self.softmax + 1 if self.softmax >= 0 else self.softmax)
+        values = _probabilities(output.float() if output.dtype.itemsize < 4 else output, self.softmax)
         if self.weights is None:
             mean, std = values.mean(0), values.std(0, correction=0)
         else:
@@ -299,7 +293,11 @@ def select(
     if score is None:
         score, softmax = _default(predictions, target, mode, softmax)
     leaves, spec = pytree.tree_flatten(predictions)
-    stacks = [_prediction(leaf, softmax) for leaf in leaves]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(f"members give {kind}, of which there is no mean: let them give logits or numbers")
+    stacks = [_probabilities(leaf, softmax) for leaf in leaves]
     sums = [torch.zeros_like(stack[0], dtype=torch.float64) for stack in stacks]
     sign, order, losses = 1.0 if mode == "min" else -1.0, list[int](), list[float]()
 
@@ -340,10 +338,6 @@ def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> t
     return lambda probabilities, classes: F.nll_loss(probabilities.log(), classes), 1 if softmax is None else softmax
 
 
-def _prediction(leaf: Any, softmax: int | None) -> Tensor:
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-        raise ValueError(f"members give {kind}, of which there is no mean: let them give logits or numbers")
-    if softmax is None:
-        return leaf
-    return leaf.softmax(softmax + 1 if softmax >= 0 else softmax)
+def _probabilities(outputs: Tensor, softmax: int | None) -> Tensor:
+    """Apply softmax to members' outputs ``[B, ...]`` along a dim of one member's output; None: return them."""
+    return outputs if softmax is None else outputs.softmax(softmax + 1 if softmax >= 0 else softmax)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -43,41 +43,36 @@ def evaluate(population: Population, metric: Any, loader: Iterable[Any], convert
     from hfusion.population.plain_group import evaluating_members, member_outputs
 
     # Of each group and batch the outputs, with a leading dim of its rows, and the targets.
-    outputs: dict[int, list[tuple[Any, Any]]] = {group.number: [] for group in population._groups}
-    modes: dict[int, ExitStack] = {}
-    try:
+    outputs = defaultdict[Any, list[tuple[Any, Any]]](list)
+    with ExitStack() as modes:
+        in_eval: set[Any] = set()
         for batch in loader:
             inputs, target = pair_of(batch)
             check_entries((inputs, target), len(population))
             queue = deque(population._groups)
             while queue:
                 group = queue.popleft()
-                if group.number not in modes:
-                    modes[group.number] = ExitStack()
-                    modes[group.number].enter_context(evaluating_members(group.fused))
+                if group not in in_eval:
+                    in_eval.add(group)
+                    modes.enter_context(evaluating_members(group.fused))
                 args, kwargs = call_arguments(take_entries(inputs, group.entries()), {})
                 try:
                     output = member_outputs(group.fused, args, kwargs)
                 except ForwardsDiffer as error:
-                    if outputs[group.number]:
-                        # The outputs so far are of all its members.
-                        output = run_members(group.fused, Arguments.of(args, kwargs), str(error))
-                    else:
-                        # The group leaves eval mode, since splitting it copies members with their modes.
-                        modes.pop(group.number).close()
-                        new_groups = part(population, group, error)
-                        outputs |= {new.number: [] for new in new_groups}
-                        queue.extendleft(reversed(new_groups))
+                    if not outputs[group]:
+                        # The groups leave eval mode, since splitting one copies members with their modes.
+                        modes.close()
+                        in_eval.clear()
+                        queue.extendleft(reversed(part(population, group, error)))
                         continue
-                outputs[group.number].append((output, take_entries(target, group.entries())))
-    finally:
-        for stack in modes.values():
-            stack.close()
+                    # The outputs so far are of all its members.
+                    output = run_members(group.fused, Arguments.of(args, kwargs), str(error))
+                outputs[group].append((output, take_entries(target, group.entries())))
     values: dict[int, Any] = {}
     for group in population._groups:
         rows = {local: row for local, row in enumerate(group.rows) if row is not None}
         names = {local: group.table.tag(local) for local in rows}
-        numbers = member_metrics(outputs[group.number], metric, names, rows, convert)
+        numbers = member_metrics(outputs[group], metric, names, rows, convert)
         values |= {rows[local]: number for local, number in numbers.items()}
     return values
 

@@ -60,14 +60,14 @@ def step_groups(population: Population, arguments: StepArguments, rows: Sequence
             try:
                 with draws.of_group(group.key), workers.at_home(group):
                     of_group = take_entries(weights, places)
-                    losses[group.number] = group.step(arguments_of(places), some, of_group)
+                    losses[group] = group.step(arguments_of(places), some, of_group)
             except ForwardsDiffer as error:
                 queue.extendleft(reversed(part(population, group, error, some)))
     like = next(iter(losses.values()))
     no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
     # Groups may have parted. The layout is kept, so that members need not come home.
     layout = population._held_layout or population._layout
-    return layout.collected([losses.get(g.number, no_loss.expand(len(g))) for g in population._held_groups])
+    return layout.collected([losses.get(g, no_loss.expand(len(g))) for g in population._held_groups])
 
 
 @contextmanager

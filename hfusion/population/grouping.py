@@ -217,20 +217,20 @@ def put_member_state(group: TrainingGroup, row: int, tables: dict[str, MemberTab
 
 def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
     """Move plain members that have just been added, with their state, into groups of members like them."""
-    joining: dict[int, tuple[TrainingGroup, list[TrainingGroup]]] = {}
+    joining: dict[TrainingGroup, list[TrainingGroup]] = {}
     # Groups in this set join another one, so no group joins them.
-    moving = {group.number for group in new}
+    moving = set(new)
     for group in new:
         model = group.model
         candidates = [
             other
             for other in population._groups
-            if other.number not in moving
+            if other not in moving
             and bool(other.signature == group.signature)
             and not (_refusal(check_alone, 0, model) or _refusal(check_pair, other.model, 1, model))
         ]
         if not candidates:
-            moving.remove(group.number)
+            moving.remove(group)
             group.why = group.why or UNIQUE
             continue
         target = candidates[0]
@@ -239,8 +239,8 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
             content = fingerprint(model)
             fits = (o for o in candidates if content in [fingerprint(o.read(local)) for local in o.table.live])
             target = next(fits, target)
-        joining.setdefault(target.number, (target, []))[1].append(group)
-    for target, groups in joining.values():
+        joining.setdefault(target, []).append(group)
+    for target, groups in joining.items():
         rows = [group.live[0] for group in groups]
         states = [copy_member_state(group, 0) for group in groups]
         try:
@@ -388,7 +388,7 @@ def part(
     named = [local for rows in parts for local in rows]
     if not named or len(set(named)) < len(named):
         raise error
-    old_rows, last = list(group.rows), population._numbers
+    old_rows, before = list(group.rows), list(population._groups)
     reasons = _reasons(group, parts, error, called)
     others = [[local] for local in live if local not in named]
     parts, reasons = [*parts, *others], [*reasons, *[""] * len(others)]
@@ -408,7 +408,7 @@ def part(
         if why:
             # Another group, if others have joined.
             population._layout.slot_of(old_rows[rows[0]] or 0)[0].why = why
-    return [new for new in population._groups if new.number > last]
+    return [new for new in population._groups if new not in before]
 
 
 def _reasons(

@@ -52,26 +52,21 @@ class Csv:
 
     def _go_on(self, path: Path, purge_step: int | None) -> None:
         """Remove an unfinished last row, and rows of ``purge_step`` and later, from an existing file."""
-        with path.open("rb") as content:
-            content.seek(-1, os.SEEK_END)
-            torn = content.read() != b"\n"
         # A truncated file may end in the middle of a UTF-8 character.
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            rows = csv.reader(file)
-            head = next(rows, None)
-            if head != [*self.columns]:
-                raise ValueError(f"{path} begins with {head}, and a log with {[*self.columns]}: give another file")
-            if not torn and purge_step is None:
-                return
-            saved_rows = [*rows]
-        if torn:
+            lines = file.readlines()
+        head, *rows = csv.reader(lines)
+        if head != [*self.columns]:
+            raise ValueError(f"{path} begins with {head}, and a log with {[*self.columns]}: give another file")
+        if torn := not lines[-1].endswith("\n"):
             # The last row was not written to its end, and its number may have lost digits.
-            saved_rows.pop()
-        aside = path.with_name(f"{path.name}.part")
-        with aside.open("w", newline="", encoding="utf-8") as after:
-            whole = (row for row in saved_rows if purge_step is None or int(row[0]) < purge_step)
-            csv.writer(after).writerows([self.columns, *whole])
-        os.replace(aside, path)
+            del rows[-1:]
+        if torn or purge_step is not None:
+            aside = path.with_name(f"{path.name}.part")
+            with aside.open("w", newline="", encoding="utf-8") as after:
+                whole = (row for row in rows if purge_step is None or int(row[0]) < purge_step)
+                csv.writer(after).writerows([self.columns, *whole])
+            os.replace(aside, path)
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
         self._writer.writerows([step, member, name, value] for name, value in values.items())

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
+from hfusion.compiler.arguments import map_leaf, row_of_leaf
+from hfusion.core.calls import Ragged, StackedInput, entry_counts, is_stacked, stacked
 from hfusion.device.backend import sent
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
@@ -38,27 +39,16 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def weigh_samples(target: Any, weights: Any, device: torch.device) -> dict[str, Any]:
     """Return ``target`` with the weights of its samples, for `sample_weighted`; None: all samples count as 1."""
-    if isinstance(weights, StackedInput):
-        weights = stacked(sent(weights.tensor, device))
-    elif isinstance(weights, Ragged):
-        weights = weights.map(lambda row: sent(row, device))
-    elif weights is not None:
-        weights = sent(weights, device)
-    return {"target": target, "samples": weights}
+    return {"target": target, "samples": map_leaf(weights, lambda tensor: sent(tensor, device))}
 
 
 def check_keyword(kind: type[nn.Module], name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
-    if _takes(kind.forward, name):
+    if name in _parameters(kind.forward):
         raise ValueError(
             f"{name}= is for step, and forward of {kind.__name__} has a parameter of that name: give it by "
             "position, in inputs"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    return name in _parameters(function)
 
 
 def rows_of_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> Any:
@@ -74,19 +64,14 @@ def rows_of_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> A
         if weights.dim() not in (1, 2):
             raise ValueError(f"weights of shape {list(weights.shape)}: give [N] for all members, or [members, N]")
         weights = weights if weights.dim() == 1 else stacked(weights)
-    if isinstance(weights, Tensor):
-        per_row = [weights] * len(rows)
-    else:
-        per_row = list(weights.tensor if isinstance(weights, StackedInput) else weights)
-    if len(per_row) != len(rows):
-        raise ValueError(f"weights have {len(per_row)} rows for {len(rows)} members: give one for each, in their order")
-    for row, values in zip(rows, per_row, strict=True):
-        if row in free:
-            continue
-        values = values.detach()
-        if not bool(((values >= 0) & values.isfinite()).all()):
+    for count in entry_counts(weights):
+        if count != len(rows):
+            raise ValueError(f"weights have {count} rows for {len(rows)} members: give one for each, in their order")
+    for entry, row in enumerate(rows):
+        values = row_of_leaf(weights, entry).detach()
+        if row not in free and not bool(((values >= 0) & values.isfinite()).all()):
             raise ValueError(f"weights of member {row}: {values.tolist()!s:.80}; they are finite, and at least 0")
-        if not bool(values.any()):
+        if row not in free and not bool(values.any()):
             raise ValueError(
                 f"weights of member {row} are 0 for all of its samples, of which there is no mean: leave it out of the "
                 "step, by rows="

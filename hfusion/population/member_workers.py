@@ -35,23 +35,18 @@ _REMEDY = "The weights of its members are lost: load the last save, or pass proc
 _QUIET_STEPS = 2
 
 
-@dataclass(frozen=True)
-class StepRequest:
-    """Step members. ``draws``: the random number of the step; ``step``: the population's number of steps.
-
-    ``arguments``: inputs, target and keywords of each group that steps, by its number.
-    """
-
-    draws: int
-    step: int
-    arguments: dict[int, StepArguments]
+StepRequest = tuple[int, int, list[StepArguments]]
+"""The random number of a step, the population's number of steps, and the arguments of each group of the worker."""
 
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """Losses by group, new events, whether there were updates and random draws, and the error if any."""
+    """Losses of groups, new events, whether there were updates and random draws, and the error if any.
 
-    losses: dict[int, tuple[float, torch.dtype]]
+    A group that fails has no loss, and neither have those after it.
+    """
+
+    losses: list[tuple[float, torch.dtype]]
     updated: bool
     events: list[Event]
     has_drawn: bool
@@ -76,17 +71,16 @@ class MemberWorkers:
         self._workers: dict[WorkerProcess, list[TrainingGroup]] = {}
         self._finalizer: Callable[[], object] = lambda: None
         # The workers that compute now, with the losses and the draws of the step.
-        self._computing: list[tuple[WorkerProcess, dict[int, Tensor], GroupDraws]] = []
-        self._seconds: dict[int, float] = {}
+        self._computing: list[tuple[WorkerProcess, dict[TrainingGroup, Tensor], GroupDraws]] = []
         self._quiet_steps = 0
         self._settings: Any = None
 
     @contextmanager
     def step(
         self, groups: Sequence[TrainingGroup], draws: GroupDraws, arguments: ArgumentsOf | None
-    ) -> Iterator[tuple[dict[int, Tensor], list[TrainingGroup]]]:
-        """Context manager: workers step their members; yields losses by group number, with theirs at the end, and the
-        groups that no worker owns.
+    ) -> Iterator[tuple[dict[TrainingGroup, Tensor], list[TrainingGroup]]]:
+        """Context manager: workers step their members; yields losses by group, with theirs at the end, and the groups
+        that no worker owns.
 
         arguments: returns inputs, target and keywords of a group; None if members must step here.
         """
@@ -98,14 +92,14 @@ class MemberWorkers:
         if is_plain_step and not self._workers and self._quiet_steps >= _QUIET_STEPS:
             self._leave(groups)
         self._quiet_steps += is_plain_step
-        losses, away, updates = dict[int, Tensor](), set[int](), groups[0].table.history.step
+        losses, away = dict[TrainingGroup, Tensor](), set[TrainingGroup]()
         for worker, members in self._workers.items():
             assert arguments is not None
-            worker.call(StepRequest(draws.number, updates, {group.number: arguments(group) for group in members}))
+            worker.call((draws.number, groups[0].table.history.step, list(map(arguments, members))))
             self._computing.append((worker, losses, draws))
-            away |= {group.number for group in members}
+            away.update(members)
         try:
-            yield losses, [group for group in groups if group.number not in away]
+            yield losses, [group for group in groups if group not in away]
         finally:
             self._collect()
 
@@ -115,9 +109,10 @@ class MemberWorkers:
         while self._computing:
             worker, losses, draws = self._computing.pop(0)
             answer: StepAnswer = worker.poll()
-            for number, (loss, dtype) in answer.losses.items():
-                losses[number] = torch.tensor([loss], dtype=dtype, device="cpu")
-            history = self._workers[worker][0].table.history
+            members = self._workers[worker]
+            for group, (loss, dtype) in zip(members, answer.losses, strict=False):
+                losses[group] = torch.tensor([loss], dtype=dtype, device="cpu")
+            history = members[0].table.history
             history.updated |= answer.updated
             history.events.extend(answer.events)
             draws.has_drawn |= answer.has_drawn
@@ -133,7 +128,7 @@ class MemberWorkers:
         began = time.perf_counter()
         with torch_threads(1) if group.is_plain and self._processes > 1 else nullcontext():
             yield
-        self._seconds[group.number] = time.perf_counter() - began
+        group.seconds = time.perf_counter() - began
 
     def _leave(self, groups: Sequence[TrainingGroup]) -> None:
         """Fork workers, and give them members: the longest first, each to the process with the least to do."""
@@ -142,11 +137,11 @@ class MemberWorkers:
         if count < 1 or why_no_fork(_CPU):
             return
         rest = [group for group in groups if group not in movable]
-        loads = [sum(self._seconds.get(group.number, 0.0) for group in rest), *[0.0] * count]
+        loads = [sum(group.seconds for group in rest), *[0.0] * count]
         shares: list[list[TrainingGroup]] = [[] for _ in loads]
-        for group in sorted(movable, key=lambda group: -self._seconds.get(group.number, 0.0)):
+        for group in sorted(movable, key=lambda group: -group.seconds):
             least = min(range(len(loads)), key=lambda index: (loads[index], len(shares[index])))
-            loads[least] += self._seconds.get(group.number, 0.0)
+            loads[least] += group.seconds
             shares[least].append(group)
         self._settings = _read_settings()
         closing = ExitStack()
@@ -165,9 +160,8 @@ class MemberWorkers:
         if self._computing:
             self._collect()
         for worker, members in self._workers.items():
-            states = worker.ask(None)
-            for group in members:
-                _put_away_state(group, *states[group.number])
+            for group, state in zip(members, worker.ask(None), strict=True):
+                _put_away_state(group, *state)
         self._workers = {}
         self._finalizer()
 
@@ -199,19 +193,18 @@ def _serve(members: Sequence[TrainingGroup], parent: Parent) -> Callable[[Any], 
 
     def answer(request: StepRequest | None) -> Any:
         if request is None:
-            return {group.number: _state_to_send(group) for group in members}
-        before, losses, failure = len(history.events), {}, None
-        history.step, history.updated = request.step, False
-        draws = GroupDraws(_CPU)
-        draws.number = request.draws
-        for group in members:
+            return list(map(_state_to_send, members))
+        before, losses, failure = len(history.events), list[tuple[float, torch.dtype]](), None
+        draws, history.updated = GroupDraws(_CPU), False
+        draws.number, history.step, arguments = request
+        for group, of_group in zip(members, arguments, strict=True):
             try:
                 with draws.of_group(group.key):
-                    loss = group.step(request.arguments[group.number])
+                    loss = group.step(of_group)
             except BaseException as error:
                 failure = Failure(error)
                 break
-            losses[group.number] = float(loss), loss.dtype
+            losses.append((float(loss), loss.dtype))
         return StepAnswer(losses, history.updated, history.events[before:], draws.has_drawn, failure)
 
     return answer

@@ -167,7 +167,6 @@ class Population:
         self._held_groups: list[TrainingGroup] = []
         # Whether there have been several groups: they draw random numbers apart from each other from then on.
         self._parted = False
-        self._numbers = 0
         self._history: History = options.history
         self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self._prepare()
@@ -230,8 +229,6 @@ class Population:
             group.table.enter(local, name, rows[local])
             group.table["key"][local] = key_of(name)
         group.gradient_hooks = self._gradient_hooks
-        self._numbers += 1
-        group.number = self._numbers
         self._held_groups.append(group)
         self._held_layout = None
 

@@ -56,14 +56,14 @@ class TrainingGroup:
         options: the population's options.
         table: what each member has besides tensors, optimizer state, scale and schedule, see `GroupTable`.
         best: each member's best weights, see `BestMembers`.
-        number: the number of this group in its population, never used again.
         why: why it is a group of its own.
         elsewhere: bytes that the state of other groups takes.
+        seconds: how long its last step took in this process.
     """
 
-    number = 0
     why = ""
     elsewhere = 0
+    seconds = 0.0
     is_plain = False
     _weighs_samples = False
     # Whether a member accumulates the gradients of several calls, as of this step.

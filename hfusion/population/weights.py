@@ -185,11 +185,11 @@ def average(population: Population, rows: Any, weights: Any, into: Any, optimize
     weights = [1.0] * len(rows) if weights is None else weights
     values = check_member_weights(weights, len(rows), f"for the average of rows {list(rows)}")
     shares = {row: share for row, share in zip(rows, (values / values.sum()).tolist(), strict=True) if share > 0}
-    stacks = {group.number: held for group, held in _stacks(population)}
+    stacks = dict(_stacks(population))
     members: dict[int, dict[str, Tensor]] = {}
     for row in (*rows, *(targets or ())):
         group, local = population._layout.slot_of(row)
-        members[row] = {name: stack[local] for name, stack in stacks[group.number].items()}
+        members[row] = {name: stack[local] for name, stack in stacks[group].items()}
         shapes = [{name: list(tensor.shape) for name, tensor in members[each].items()} for each in (rows[0], row)]
         for name in {**shapes[0], **shapes[1]}:
             first, other = (held.get(name, "none") for held in shapes)
