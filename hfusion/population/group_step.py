@@ -89,7 +89,7 @@ def one_update(population: Population) -> Iterator[None]:
         ]
         if bad:
             for group, _, _ in ends:
-                group.restore_all()
+                group.restore()
             raise nonfinite(bad, population.steps)
         for _, _, end in ends:
             end()

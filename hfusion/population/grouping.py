@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,11 +80,6 @@ class MemberLayout:
     def free(self) -> list[int]:
         return [row for row, slot in enumerate(self.slots) if slot is None]
 
-    @property
-    def tags(self) -> list[str | None]:
-        """The members' names by row."""
-        return [None if slot is None else slot[0].table["tag"][slot[1]] for slot in self.slots]
-
     def slot_of(self, row: int) -> tuple[TrainingGroup, int]:
         """Return a member's group and its row there. Raises ValueError for a free row."""
         slot = self.slots[row]
@@ -102,13 +97,8 @@ class MemberLayout:
         return joined[self.order.to(first.device)]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """Indices of models that may share an array unless their forwards differ, or of one model."""
-
-    models: tuple[int, ...]
-    why: str
-
+Candidates = tuple[list[int], str]
+"""Indices of models that may share an array unless their forwards differ, or of one model, and why."""
 
 UNIQUE = "no other member has its modules and shapes"
 TWINS = "members of the same modules and shapes"
@@ -138,7 +128,7 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
         classes: list[list[int]] = []
         for index in bucket:
             if reason := _refusal(check_alone, 0, models[index]):
-                groups.append(Candidates((index,), reason))
+                groups.append(([index], reason))
                 continue
             alike = next((c for c in classes if not _refusal(check_pair, models[c[0]], 1, models[index])), None)
             if alike is None:
@@ -148,11 +138,11 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
         for alike in classes:
             try:
                 compare([models[index] for index in alike])
-                groups.append(Candidates(tuple(alike), TWINS if len(alike) > 1 else UNIQUE))
+                groups.append((alike, TWINS if len(alike) > 1 else UNIQUE))
             except FusionError as error:
-                groups += [Candidates((index,), shortened(str(error))) for index in alike]
+                groups += [([index], shortened(str(error))) for index in alike]
     _check_trained(models, groups)
-    return sorted(groups, key=lambda group: group.models[0])
+    return sorted(groups)
 
 
 def _refusal(check: Callable[..., object], *models: Any) -> str:
@@ -166,7 +156,7 @@ def _refusal(check: Callable[..., object], *models: Any) -> str:
 
 def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) -> None:
     """Raise a FusionError where a tensor that is trained is in models of several groups."""
-    group_of_model = {index: number for number, group in enumerate(groups) for index in group.models}
+    group_of_model = {index: number for number, (group, _) in enumerate(groups) for index in group}
     for (first, first_name, _), *others in _memory(models, trained=True).values():
         for index, name, _ in others:
             if group_of_model[index] != group_of_model[first]:
@@ -221,13 +211,13 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
     # Groups in this set join another one, so no group joins them.
     moving = set(new)
     for group in new:
-        model = group.model
+        model = group.read(0)
         candidates = [
             other
             for other in population._groups
             if other not in moving
             and bool(other.signature == group.signature)
-            and not (_refusal(check_alone, 0, model) or _refusal(check_pair, other.model, 1, model))
+            and not (_refusal(check_alone, 0, model) or _refusal(check_pair, other.read(0), 1, model))
         ]
         if not candidates:
             moving.remove(group)
@@ -245,7 +235,7 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
         states = [copy_member_state(group, 0) for group in groups]
         try:
             if target.is_plain:
-                united = _group_of(population, [copy_member_state(target, 0), *states], ())
+                united = _group_of(population, [copy_member_state(target, 0), *states])
                 population._add(united, [target.live[0], *rows], TWINS)
                 target.release([0])
             else:
@@ -265,9 +255,11 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
             group.release([0])
 
 
-def _group_of(population: Population, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
+def _group_of(population: Population, states: Sequence[MemberState]) -> TrainingGroup:
     """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
-    group = group_of([model for model, _ in states], population._options, [0] * len(states), shared)
+    models = [model for model, _ in states]
+    shared = shared_frozen(models, [group.read(0) for group in population._groups])
+    group = group_of(models, population._options, [0] * len(states), shared)
     for row, (_, tables) in enumerate(states):
         put_member_state(group, row, tables)
     return group
@@ -294,7 +286,7 @@ def start(population: Population, row: Any, model: Any, tag: Any, make: Any, num
             raise ValueError(f"row {new_row} is taken by {taken[new_row]!r}: stop it first; {others}")
     grouped(models)
     makes = [None] * count if make is None else one_for_each(make, count)
-    shared = shared_frozen(models, [group.model for group in population._groups])
+    shared = shared_frozen(models, [group.read(0) for group in population._groups])
     pairs_of = {h.key for group in population._groups for h in group.optimizer.hypers if h.index is not None}
     options, history, new = population._options, population._history, list[TrainingGroup]()
     events = len(history.events)
@@ -354,8 +346,7 @@ def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> No
             slot[0].release([slot[1]])
     new = []
     for target, state in alone:
-        shared = shared_frozen([state[0]], [group.model for group in population._groups])
-        group = _group_of(population, [state], shared)
+        group = _group_of(population, [state])
         population._add(group, [target], "")
         written.append((group, 0, target, state[1]["member"]["tag"][0]))
         new.append(group)
@@ -393,10 +384,9 @@ def part(
     others = [[local] for local in live if local not in named]
     parts, reasons = [*parts, *others], [*reasons, *[""] * len(others)]
     states = [[copy_member_state(group, local) for local in rows] for rows in parts]
-    shared = shared_frozen([model for of_part in states for model, _ in of_part])
     new_groups: list[TrainingGroup] = []
     for rows, of_part, why in zip(parts, states, reasons, strict=True):
-        new = _group_of(population, of_part, shared)
+        new = _group_of(population, of_part)
         population._add(new, [old_rows[local] for local in rows], why)
         new_groups.append(new)
     group.release(range(len(group)))

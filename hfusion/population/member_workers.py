@@ -174,10 +174,10 @@ def _may_leave(group: TrainingGroup) -> bool:
     """Return whether a worker can own a group: a plain member on the CPU, without functions that the user runs here."""
     if not group.is_plain or group.gradient_hooks or group.options.on_nonfinite == "raise" or not group.active_rows:
         return False
-    if any(tensor.device.type != "cpu" for _, tensor in tensors(group.model)):
+    if any(tensor.device.type != "cpu" for _, tensor in tensors(group.fused)):
         return False
     try:
-        _unpacked_attributes(_packed_attributes(group.model), group.model)
+        _unpacked_attributes(_packed_attributes(group.fused), group.fused)
     except Exception:
         return False
     return True
@@ -214,14 +214,14 @@ def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[s
     """Return what steps change of a member: its tables, its tensors and its Python attributes."""
     _, state = copy_member_state(group, 0)
     tables = {name: table.to("cpu") for name, table in state.items() if name not in ("best", "schedule")}
-    return tables, {name: tensor.detach() for name, tensor in tensors(group.model)}, _packed_attributes(group.model)
+    return tables, {name: tensor.detach() for name, tensor in tensors(group.fused)}, _packed_attributes(group.fused)
 
 
 def _put_away_state(
     group: TrainingGroup, tables: dict[str, MemberTable], held: dict[str, Tensor], attributes: bytes
 ) -> None:
     """Write the state of a member that comes back from a worker."""
-    model = group.model
+    model = group.fused
     with torch.no_grad():
         for name, tensor in tensors(model):
             tensor.copy_(held[name])

@@ -20,7 +20,7 @@ from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import Membership, is_per_member, mark, membership
+from hfusion.core.membership import Membership, mark, membership
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast, without_autocast
 from hfusion.population.evaluation import evaluating_model, with_row
@@ -33,27 +33,22 @@ class PlainGroup(TrainingGroup):
 
     Its optimizer is one of hf.optim over the parameters of the model, which takes less time for one model than the
     fused optimizers of torch; so its state is that of a row of an array, to the bit.
+
+    Attributes:
+        shared: the names of frozen parameters that members of other groups hold, too.
     """
 
     is_plain = True
-
-    @property
-    def kind(self) -> type[nn.Module]:
-        return type(self.fused)
+    shared: Sequence[str] = ()
 
     def member(self, row: int) -> nn.Module:
         return self.fused
 
     read = member
 
-    def __getstate__(self) -> dict[str, Any]:
-        listed = {"_loss", "_tensors", "_named", "_all_named", "_buffers"}
-        state = {name: value for name, value in super().__getstate__().items() if name not in listed}
-        return {**state, "_shared": [name for name, tensor in tensors(self.fused) if _is_shared(tensor)]}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of a Parameter has lost its mark.
-        mark_plain(state["fused"], state["_shared"])
+        mark_plain(state["fused"], state["shared"])
         super().__setstate__(state)
 
     def _prepare(self) -> None:
@@ -63,14 +58,10 @@ class PlainGroup(TrainingGroup):
     def _make_step(self) -> None:
         self._loss = self._weighted_loss()
 
-    @property
-    def known_calls(self) -> list[str]:
-        return []
-
     def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
         """Compute loss and gradients by autograd. Raises ValueError for a loss that is no number with a gradient."""
         self.settle()
-        self._hold(self._buffers)
+        self._hold([name for name, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)])
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
             args, kwargs = of_row(args), of_row(kwargs)
@@ -90,24 +81,24 @@ class PlainGroup(TrainingGroup):
 
     def _list_tensors(self) -> None:
         """Cache the tensors, which a step reads five times: walking the modules each time took half its overhead."""
-        self._tensors = [tensor for _, tensor in tensors(self.fused)]
-        self._named = tuple(self.fused.named_parameters())
-        self._all_named = dict(self.fused.named_parameters(remove_duplicate=False))
-        self._buffers = [name for name, _ in self.fused.named_buffers()]
+        self._tensors, self._named = dict(tensors(self.fused)), tuple(self.fused.named_parameters())
 
     def settle(self) -> None:
         """Raise a FusionError if the model has other parameters than the optimizer; buffers may be replaced."""
-        present = [tensor for _, tensor in tensors(self.fused)]
-        if len(present) == len(self._tensors) and all(map(is_, present, self._tensors)):
+        current, known = dict(tensors(self.fused)), self._tensors
+        if len(current) == len(known) and all(map(is_, current.values(), known.values())):
             return
-        current, known = dict(self.fused.named_parameters(remove_duplicate=False)), self._all_named
         held, known_ids = set(map(id, current.values())), set(map(id, known.values()))
         odd = [
             f"it has another parameter {name}" if name in current else f"it has no parameter {name} any more"
-            for name, parameter in known.items()
-            if id(parameter) not in held
+            for name, tensor in known.items()
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in held
         ]
-        odd += [f"the parameter {name} is new" for name, parameter in current.items() if id(parameter) not in known_ids]
+        odd += [
+            f"the parameter {name} is new"
+            for name, tensor in current.items()
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in known_ids
+        ]
         if odd:
             raise FusionError(
                 f"what was done to a plain member of class {self.kind.__name__} does not fit its optimizer: {odd[0]}. "
@@ -149,17 +140,15 @@ def group_of(models: list[nn.Module], options: GroupOptions, rows: list[int], sh
     names = [name for name, tensor in tensors(model) if id(tensor) in around]
     copied = module_copy(model, dict(around))
     mark_plain(copied, names)
-    return PlainGroup(copied, options, rows)
+    group = PlainGroup(copied, options, rows)
+    group.shared = names
+    return group
 
 
 def mark_plain(model: nn.Module, shared: Collection[str]) -> None:
     """Mark the tensors of a single model; ``shared``: the names of those that other members hold, too."""
     for name, tensor in tensors(model):
         mark(tensor, Membership(name, 1, stacked=False, standalone=name not in shared))
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    return membership(tensor) is not None and not is_per_member(tensor)
 
 
 def member_outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -132,7 +132,7 @@ class Population:
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
         names = new_names(tags or [None] * len(models), [], self._history)
         self._history.events += [Event(0, name, EventKind.START) for name in names]
-        twins = Candidates(tuple(range(len(models))), TWINS)
+        twins = list(range(len(models))), TWINS
         candidates = [twins] if isinstance(models, FusedModule) else grouping.grouped(models)
         self._parted = len(candidates) > 1
         self._form(candidates, models, names, scaler)
@@ -146,10 +146,10 @@ class Population:
         """
         members = [(row, name) for row, name in enumerate(tags) if name is not None]
         shared = grouping.shared_frozen(models) if self._parted else ()
-        for candidate in candidates:
-            rows = [members[index][0] for index in candidate.models]
+        for indices, why in candidates:
+            rows = [members[index][0] for index in indices]
             if self._parted:
-                group = group_of([models[index] for index in candidate.models], self._options, rows, shared)
+                group = group_of([models[index] for index in indices], self._options, rows, shared)
             else:
                 array = models if isinstance(models, FusedModule) else fuse(list(models))
                 group = TrainingGroup(array, self._options, rows)
@@ -157,7 +157,7 @@ class Population:
                     scaler.begin(self._size)
                     scaler.table.arrange(rows)
                     group.scaler = scaler
-            self._add(group, rows, candidate.why, [members[index][1] for index in candidate.models])
+            self._add(group, rows, why, [members[index][1] for index in indices])
         self._changed()
 
     def _begin(self, options: GroupOptions) -> None:
@@ -306,7 +306,7 @@ class Population:
     @property
     def tags(self) -> list[str | None]:
         """The members' names by row; None where a row is free."""
-        return self._layout.tags
+        return [None if slot is None else slot[0].table["tag"][slot[1]] for slot in self._layout.slots]
 
     @property
     def ages(self) -> Tensor:

@@ -108,8 +108,7 @@ def load(
         # Free rows get any: a member that starts there brings its own, or gets the common one.
         arguments["scheduler"] = [makes[tags[0] if tag is None else tag] for tag in rows]
     options = GroupOptions(len(rows), **arguments)
-    candidates = [part for found in grouped(models) for part in _as_saved(found, [where[tag] for tag in tags])]
-    candidates.sort(key=lambda candidate: candidate.models[0])
+    candidates = sorted(part for found in grouped(models) for part in _as_saved(found, [where[tag] for tag in tags]))
     population._begin(options)
     population._parted = len(candidates) > 1 or not all(arrays)
     population._form(candidates, models, rows, arguments.get("scaler"))
@@ -167,7 +166,7 @@ def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list
     ``holders``: for each model the index of its save, and of its group there.
     """
     parts: list[tuple[dict[int, int], list[int]]] = []
-    for index in candidate.models:
+    for index in candidate[0]:
         save, number = holders[index]
         for numbers, members in parts:
             if numbers.setdefault(save, number) == number:
@@ -175,7 +174,7 @@ def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list
                 break
         else:
             parts.append(({save: number}, [index]))
-    return [Candidates(tuple(members), candidate.why) for _, members in parts]
+    return [(members, candidate[1]) for _, members in parts]
 
 
 def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:

@@ -98,7 +98,7 @@ class TrainingGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "_written"}
+        dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "_written", "_loss"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "_expected_calls": self.known_calls}
 
@@ -125,9 +125,8 @@ class TrainingGroup:
         self._step.at_once = self._widths.at_once(len(self))
         self._step.expected_calls |= set(self._expected_calls)
         self._expected_calls = ()
-        this = weakref.ref(self)
 
-        def hold_written(program: Any) -> None:
+        def hold_written(program: Any, this: Any = weakref.ref(self)) -> None:  # noqa: B008
             if (group := this()) is not None:
                 group._written |= program.written
                 group._hold(program.written)
@@ -140,7 +139,7 @@ class TrainingGroup:
     @property
     def known_calls(self) -> list[str]:
         """The kinds of calls that need no further eager step to determine how they run."""
-        return sorted(self._step.known_calls)
+        return [] if self.is_plain else sorted(self._step.known_calls)
 
     def _weighted_loss(self) -> Callable[..., Any]:
         """Return the loss for targets with the weights of calls and samples that are used now."""
@@ -173,12 +172,7 @@ class TrainingGroup:
     @property
     def kind(self) -> type[nn.Module]:
         """The class of the models."""
-        return type(self.fused._array.skeletons[0])
-
-    @property
-    def model(self) -> nn.Module:
-        """One of the members, as a module around its tensors, to read it."""
-        return self.read(0)
+        return type(self.fused if self.is_plain else self.fused._array.skeletons[0])
 
     def member(self, row: int) -> nn.Module:
         """Return the member in a row, live."""
@@ -211,7 +205,7 @@ class TrainingGroup:
     @cached_property
     def signature(self) -> Any:
         """What a model shares with the members if its structure allows it to join them."""
-        return signature(self.model)
+        return signature(self.read(0))
 
     # What belongs to the members.
 
@@ -297,16 +291,15 @@ class TrainingGroup:
             self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
 
     @torch.no_grad()
-    def restore(self, members: Tensor) -> None:
-        """Restore what forward has written in this call, of ``members``, bool ``[rows]``."""
-        for name, rows in written_rows(self.fused, self._before):
-            places = members.nonzero().reshape(-1).to(rows.device)
-            rows[places] = self._before[name][places]
+    def restore(self, members: Tensor | None = None) -> None:
+        """Restore what forward has written in this call, of ``members``, bool ``[rows]``.
 
-    def restore_all(self) -> None:
-        """Undo a call whose update was not made, or has failed."""
-        self.restore(torch.ones(len(self), dtype=torch.bool, device="cpu"))
-        if self.scaler is not None:
+        None: of all, to undo a call whose update was not made, or has failed.
+        """
+        for name, rows in written_rows(self.fused, self._before):
+            places = ... if members is None else members.nonzero().reshape(-1).to(rows.device)
+            rows[places] = self._before[name][places]
+        if members is None and self.scaler is not None:
             self.scaler.forget()
 
     def flush(self) -> bool:
@@ -359,7 +352,7 @@ class TrainingGroup:
             if due is None or bool(due.any()):
                 self._update(frozen if due is None else frozen | ~due)
         except BaseException:
-            self.restore_all()
+            self.restore()
             raise
         if due is not None:
             table.count(done.masked_fill(due | frozen, 0), sums)
