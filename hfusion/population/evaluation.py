@@ -40,7 +40,7 @@ def evaluate(population: Population, metric: Any, loader: Iterable[Any], convert
     # Imported late: a sweep of plain trials needs metrics, and no groups.
     from hfusion.array.unfused_calls import run_members
     from hfusion.population.grouping import part
-    from hfusion.population.plain_group import evaluating_members, member_outputs
+    from hfusion.population.training_group import evaluating_members, member_outputs
 
     # Of each group and batch the outputs, with a leading dim of its rows, and the targets.
     outputs = defaultdict[Any, list[tuple[Any, Any]]](list)
@@ -71,7 +71,7 @@ def evaluate(population: Population, metric: Any, loader: Iterable[Any], convert
     values: dict[int, Any] = {}
     for group in population._groups:
         rows = {local: row for local, row in enumerate(group.rows) if row is not None}
-        names = {local: group.table.tag(local) for local in rows}
+        names = {local: group.table["tag"][local] for local in rows}
         numbers = member_metrics(outputs[group], metric, names, rows, convert)
         values |= {rows[local]: number for local, number in numbers.items()}
     return values
@@ -113,11 +113,10 @@ def member_metrics(
     ``rows``: the row that errors name for each; by default the row of the outputs. ``convert``: a function of what the
     metric returned; by default `number`.
     """
-    check_batches(batches)
     updated = is_updated(metric)
     # Members may have different numbers of samples.
     apart = not updated and any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
-    parts = batches if updated or apart else [joined_batches(batches)]
+    parts = batches if batches and (updated or apart) else [joined_batches(batches)]
     values = {}
     for row, tag in members.items():
         own = [_of_member(part, row) for part in parts]
@@ -149,14 +148,9 @@ def joined_batches(batches: Sequence[tuple[Any, Any]], dim: int = 1) -> tuple[An
     What has no samples gets one entry per batch: tensors ``[rows]`` become ``[rows, batches]``, other values lists
     unless they are the same in all batches. Raises ValueError.
     """
-    check_batches(batches)
-    return _joined([output for output, _ in batches], dim), _joined([target for _, target in batches], 0)
-
-
-def check_batches(batches: Sequence[Any]) -> None:
-    """Raise a ValueError if there are no batches."""
     if not batches:
         raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
+    return _joined([output for output, _ in batches], dim), _joined([target for _, target in batches], 0)
 
 
 def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
@@ -220,6 +214,4 @@ def evaluating_model(model: nn.Module) -> Iterator[None]:
 
 def with_row(value: Any) -> Any:
     """Return nested ``value`` with a leading dim of 1 added to every tensor."""
-    if isinstance(value, Tensor):
-        return value.unsqueeze(0)
     return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)

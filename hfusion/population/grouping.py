@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,7 @@ from hfusion.capture.compare_models import check_alone, check_models, check_pair
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.row_indices import check_once, is_row, rows_of
-from hfusion.optim.lr_scheduler import one_for_each
-from hfusion.population.group_options import value_of
-from hfusion.population.members import EventKind, listed, new_names
-from hfusion.population.plain_group import group_of
-from hfusion.population.training_group import TrainingGroup, copied_member, signature
+from hfusion.population.training_group import TrainingGroup, copied_member, group_of, signature
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -87,14 +83,19 @@ class MemberLayout:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
         return slot
 
-    def collected(self, values: Sequence[Tensor]) -> Tensor:
-        """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group; NaN or 0 for free rows."""
-        if not values:
-            return torch.zeros(len(self.slots), dtype=torch.int64, device="cpu")
+    def collected(self, values: Sequence[Tensor], empty: float | None = None) -> Tensor:
+        """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group.
+
+        ``empty``: the value of free rows; by default NaN or 0.
+        """
+        kind = torch.float64 if isinstance(empty, float) else torch.int64
+        # A population without members has no groups.
+        values = values or [torch.zeros(0, dtype=kind, device="cpu")]
         first, dtype = values[0], reduce(torch.promote_types, (value.dtype for value in values))
-        empty = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=first.device)
-        joined = torch.cat([*(value.to(first.device, dtype) for value in values), empty])
-        return joined[self.order.to(first.device)]
+        if empty is None:
+            empty = math.nan if dtype.is_floating_point else 0
+        held = [*(value.to(first.device, dtype) for value in values), first.new_full((1,), empty, dtype=dtype)]
+        return torch.cat(held)[self.order.to(first.device)]
 
 
 Candidates = tuple[list[int], str]
@@ -192,7 +193,6 @@ MemberState = tuple[nn.Module, dict[str, MemberTable]]
 
 def copy_member_state(group: TrainingGroup, row: int) -> MemberState:
     """Return a copy of the member in ``row`` of a group, with its training state."""
-    group.table.tag(row)
     group.settle()
     return copied_member(group.fused, row), {name: table.take([row]) for name, table in group.tables().items()}
 
@@ -215,7 +215,9 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
         candidates = [
             other
             for other in population._groups
-            if other not in moving
+            # No group that its members have just left; the only array keeps its rows without members.
+            if (other.live or not population._parted)
+            and other not in moving
             and bool(other.signature == group.signature)
             and not (_refusal(check_alone, 0, model) or _refusal(check_pair, other.read(0), 1, model))
         ]
@@ -223,19 +225,17 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
             moving.remove(group)
             group.why = group.why or UNIQUE
             continue
-        target = candidates[0]
         if len(candidates) > 1:
             # Preferably a group with a member that reads the same state.
             content = fingerprint(model)
-            fits = (o for o in candidates if content in [fingerprint(o.read(local)) for local in o.table.live])
-            target = next(fits, target)
-        joining.setdefault(target, []).append(group)
+            candidates.sort(key=lambda o: content not in [fingerprint(o.read(local)) for local in o.table.live])
+        joining.setdefault(candidates[0], []).append(group)
     for target, groups in joining.items():
         rows = [group.live[0] for group in groups]
         states = [copy_member_state(group, 0) for group in groups]
         try:
             if target.is_plain:
-                united = _group_of(population, [copy_member_state(target, 0), *states])
+                united = group_of_states(population, [copy_member_state(target, 0), *states])
                 population._add(united, [target.live[0], *rows], TWINS)
                 target.release([0])
             else:
@@ -255,7 +255,7 @@ def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
             group.release([0])
 
 
-def _group_of(population: Population, states: Sequence[MemberState]) -> TrainingGroup:
+def group_of_states(population: Population, states: Sequence[MemberState]) -> TrainingGroup:
     """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
     models = [model for model, _ in states]
     shared = shared_frozen(models, [group.read(0) for group in population._groups])
@@ -263,100 +263,6 @@ def _group_of(population: Population, states: Sequence[MemberState]) -> Training
     for row, (_, tables) in enumerate(states):
         put_member_state(group, row, tables)
     return group
-
-
-# Members that start in a population, or become copies of others.
-
-
-def start(population: Population, row: Any, model: Any, tag: Any, make: Any, numbers: Given, hypers: Given) -> Any:
-    """Add models as plain members, which then join groups of members like them; see `Population.start`.
-
-    ``numbers``: the limits of gradients and ``accumulate``, None where members that join get the common one.
-    """
-    models = listed("model", model, nn.Module)
-    tags = [None] * len(models) if tag is None else listed("tag", tag, str)
-    taken, count, size = population.tags, len(models), len(population)
-    rows = rows_of(row, size) if row is not None else [*population._layout.free, *range(size, size + count)][:count]
-    check_once(rows)
-    if not len(rows) == count == len(tags):
-        raise ValueError(f"{count} models with {len(tags)} tags for {len(rows)} rows: give one for each")
-    for new_row in rows:
-        if new_row < size and taken[new_row] is not None:
-            others = f"rows {population._layout.free} are free"
-            raise ValueError(f"row {new_row} is taken by {taken[new_row]!r}: stop it first; {others}")
-    grouped(models)
-    makes = [None] * count if make is None else one_for_each(make, count)
-    shared = shared_frozen(models, [group.read(0) for group in population._groups])
-    pairs_of = {h.key for group in population._groups for h in group.optimizer.hypers if h.index is not None}
-    options, history, new = population._options, population._history, list[TrainingGroup]()
-    events = len(history.events)
-    try:
-        names = new_names(tags, taken, history)
-        for index, joining in enumerate(models):
-            own_numbers = {name: value_of(name, given, index, count) for name, given in numbers.items()}
-            own = {key: value_of(key, given, index, count, pair=key in pairs_of) for key, given in hypers.items()}
-            member = group_of([joining], options, [0], shared)
-            member.begin_anew(makes[index], own_numbers, own)
-            new.append(member)
-        for new_row, name, member in zip(rows, names, new, strict=True):
-            population._add(member, [new_row], "", [name])
-            member.table.note(0, EventKind.START)
-        settle(population, new)
-        if sum(bool(group.live) for group in population._groups) > 1:
-            population.check_hooks()
-    except BaseException:
-        del history.events[events:]
-        for group in population._groups:
-            group.release(local for local, of_local in enumerate(group.rows) if of_local in rows)
-        population._changed()
-        raise
-    population._size = max(population._size, *(each + 1 for each in rows))
-    population._changed()
-    return rows[0] if is_row(row) or (row is None and isinstance(model, nn.Module)) else rows
-
-
-def copy_members(population: Population, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy members by pairs of rows; see `Population.copy`."""
-    layout, tags = population._layout, population.tags
-    targets = [target for source, target in pairs if source != target]
-    copies: dict[TrainingGroup, list[tuple[int, int]]] = {}
-    for source, target in pairs:
-        if source != target:
-            group, local = layout.slot_of(source)
-            if bool(group.table["frozen"][local]):
-                raise ValueError(f"{tags[source]!r} in row {source} went bad and is frozen: copy a healthy member")
-            copies.setdefault(group, []).append((local, target))
-    free = [target for target in targets if tags[target] is None]
-    names = dict(zip(free, new_names([None] * len(free), tags, population._history), strict=True))
-    alone: list[tuple[int, MemberState]] = []
-    written: list[tuple[TrainingGroup, int, int, str | None]] = []
-    for group, of_group in copies.items():
-        if group.is_plain:
-            alone += [(target, copy_member_state(group, local)) for local, target in of_group]
-            continue
-        places, sources = group.places([target for _, target in of_group]), list(range(len(group)))
-        origins = [group.table.tag(local) for local, _ in of_group]
-        for place, (local, _) in zip(places, of_group, strict=True):
-            sources[place] = local
-        group.arrange(sources)
-        written += [(group, p, row, o) for p, (_, row), o in zip(places, of_group, origins, strict=True)]
-    # All were read: members that are written over, and were in other groups, leave these.
-    for target in targets:
-        if (slot := layout.slots[target]) is not None and not any(slot == held[:2] for held in written):
-            slot[0].release([slot[1]])
-    new = []
-    for target, state in alone:
-        group = _group_of(population, [state])
-        population._add(group, [target], "")
-        written.append((group, 0, target, state[1]["member"]["tag"][0]))
-        new.append(group)
-    for group, place, target, origin in written:
-        group.table.enter(place, tags[target] or names[target], target)
-        group.table.note(place, EventKind.COPY, origin)
-    population._changed()
-    if new:
-        settle(population, new)
-        population._changed()
 
 
 # Members that turn out to do different things in forward.
@@ -383,15 +289,12 @@ def part(
     reasons = _reasons(group, parts, error, called)
     others = [[local] for local in live if local not in named]
     parts, reasons = [*parts, *others], [*reasons, *[""] * len(others)]
-    states = [[copy_member_state(group, local) for local in rows] for rows in parts]
     new_groups: list[TrainingGroup] = []
-    for rows, of_part, why in zip(parts, states, reasons, strict=True):
-        new = _group_of(population, of_part)
-        population._add(new, [old_rows[local] for local in rows], why)
-        new_groups.append(new)
+    for rows, why in zip(parts, reasons, strict=True):
+        new_groups.append(group_of_states(population, [copy_member_state(group, local) for local in rows]))
+        population._add(new_groups[-1], [old_rows[local] for local in rows], why)
     group.release(range(len(group)))
     population._parted = True
-    population._changed()
     settle(population, new_groups[len(parts) - len(others) :])
     population._changed()
     for rows, why in zip(parts, reasons, strict=True):

@@ -84,15 +84,11 @@ def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises ValueError for a loss that has no values of single samples.
     """
-    single, defaults = _single_losses(loss), _parameters(loss)
-    reduction = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else defaults.get("reduction")
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    # The weights of classes and the target to ignore, of a loss whose mean depends on them.
-    classes: dict[str, Any] | None = None
-    if isinstance(function, _CLASS_MODULES):
-        classes = {"weight": function.weight, "ignore_index": function.ignore_index}
-    elif any(function is class_loss for class_loss in _OF_CLASSES):
-        classes = {"weight": defaults["weight"], "ignore_index": defaults["ignore_index"]}
+    single, names = _single_losses(loss), ("reduction", "weight", "ignore_index")
+    is_module = isinstance(loss, nn.Module)
+    given: dict[str, Any] = {n: getattr(loss, n, None) for n in names} if is_module else _parameters(loss)
+    reduction, function = given.get("reduction"), loss.func if isinstance(loss, functools.partial) else loss
+    of_classes = isinstance(loss, _CLASS_MODULES) or any(function is class_loss for class_loss in _OF_CLASSES)
 
     @wraps(loss, updated=())
     def weighted_loss(output: Any, target: Any) -> Any:
@@ -111,7 +107,9 @@ def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
         total = torch.where(_like(removed, losses), 0, losses * share).sum()
         if reduction == "sum":
             return total
-        counts = torch.ones_like(losses) if classes is None else _class_counts(losses, expected, **classes)
+        counts = torch.ones_like(losses)
+        if of_classes:
+            counts = _class_counts(losses, expected, given["weight"], given["ignore_index"])
         if reduction == "batchmean":
             counts = counts / counts[0].numel()
         return total / (counts * share).sum()
@@ -123,9 +121,7 @@ def _single_losses(loss: Callable[..., Any]) -> Callable[..., Any]:
     """``loss`` without its reduction: one value per sample, or one per element."""
     if loss is F.ctc_loss or isinstance(loss, nn.CTCLoss):
         raise ValueError("ctc_loss divides by the lengths of targets: with weights=, give a loss that returns [N]")
-    if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            return loss
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         single: Any = copy.copy(loss)
         single.reduction = "none"
         return single  # type: ignore[no-any-return]

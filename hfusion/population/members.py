@@ -1,24 +1,31 @@
-"""Members by row: names, ages, and their history."""
+"""Members by row: names, ages, history and options, and the views by which users read and write them."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.errors import NonFiniteError
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member, member_rows
+from hfusion.core.patience import numbers
+from hfusion.core.row_indices import is_row, rows_of
+from hfusion.core.step_arguments import Compile, check_loss_function
+from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import HyperValue, MemberVector, member_vector, plain, read
+from hfusion.optim.lr_scheduler import Make, one_for_each
+from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking, made_for_rows
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -86,9 +93,12 @@ class History:
     updated: bool = False
     deferred: list[tuple[TrainingGroup, Tensor | None, Callable[[], object]]] | None = None
 
-    def end_step(self) -> None:
-        """Count the updates of all groups in a step as one."""
-        self.step, self.updated = self.step + self.updated, False
+    def end_call(self, group: TrainingGroup, bad: Tensor | None, end: Callable[[], object]) -> None:
+        """Call ``end`` now, or when all groups have gradients; see ``deferred``."""
+        if self.deferred is None:
+            end()
+        else:
+            self.deferred.append((group, bad, end))
 
 
 class GroupTable(MemberTable):
@@ -131,20 +141,13 @@ class GroupTable(MemberTable):
     def free(self) -> list[int]:
         return [row for row, tag in enumerate(self["tag"]) if tag is None]
 
-    def tag(self, row: int) -> str:
-        """Return the name of the member in a row. Raises ValueError for a free row."""
-        name: str | None = self["tag"][row]
-        if name is None:
-            raise ValueError(f"row {row} is free; members are in rows {self.live}")
-        return name
-
     def enter(self, row: int, tag: str, population_row: int | None) -> None:
         """Write the name of a member, and its row of the population, without an event in the history."""
         self["tag"][row], self["row"][row], self["alive"][row] = tag, population_row, True
 
     def note(self, row: int, kind: EventKind, source: str | None = None) -> None:
         """Add an event of a member to the history."""
-        self.history.events.append(Event(self.history.step, self.tag(row), kind, source))
+        self.history.events.append(Event(self.history.step, self["tag"][row], kind, source))
 
     def thaw(self, row: int) -> None:
         """Let a frozen member train again, from the first call of an update."""
@@ -154,12 +157,9 @@ class GroupTable(MemberTable):
             # Gradients of calls that it did not train in were added while others were amid an update.
             self.clear_updates([row])
 
-    def freeze(self, bad: Tensor, raises: bool) -> None:
-        """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""
-        rows = bad.nonzero().reshape(-1).tolist()
-        if rows and raises:
-            raise nonfinite([(self["row"][row], self.tag(row)) for row in rows], self.history.step)
-        for row in rows:
+    def freeze(self, bad: Tensor) -> None:
+        """Freeze members ``bad``, bool ``[rows]``."""
+        for row in bad.nonzero().reshape(-1).tolist():
             self.note(row, EventKind.FREEZE)
         self["frozen"].logical_or_(bad)
 
@@ -256,15 +256,6 @@ def check_name(tag: Any, taken: Sequence[str | None]) -> None:
         raise ValueError(f"tag={tag!r} is the name of the member in row {taken.index(tag)}: give another")
 
 
-def nonfinite(members: Sequence[tuple[int, str]], step: int) -> NonFiniteError:
-    """Return the error for members, as pairs of row and name, that are not finite in a step."""
-    shown = ", ".join(f"{tag!r} (row {row})" for row, tag in sorted(members))
-    return NonFiniteError(
-        f"the loss or a gradient of {shown} is not finite in step {step}; nothing was updated: lower its "
-        'learning rate, stop it, or give on_nonfinite="freeze"'
-    )
-
-
 def key_of(tag: str) -> int:
     """Return the key for the random numbers of a member of this name, the same in every process."""
     return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
@@ -290,6 +281,172 @@ class Models(Sequence[nn.Module | None]):
         return None if slot is None else slot[0].member(slot[1])
 
 
+@dataclass(frozen=True, eq=False)
+class RowVector:
+    """A hyper-parameter of all members, ``[rows]``, to read and to write; NaN where no member has it.
+
+    It is held in several vectors, of param groups and of groups of members. Where several hold a row, reading gives
+    what they agree on, and writing writes to all.
+
+    Attributes:
+        label: its name in errors.
+        size: the number of rows.
+        parts: the vectors, with the entry of each row that they hold; and the error message of writes, if the param
+            groups were given values of their own.
+        live: the rows that have members.
+    """
+
+    label: str
+    size: int
+    parts: Sequence[tuple[dict[int, int], MemberVector, str]]
+    live: Collection[int]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """Raises ValueError where the param groups differ."""
+        values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
+        differs = torch.zeros(self.size, dtype=torch.bool, device="cpu")
+        for places, vector, _ in self.parts:
+            taken, found = list(places), plain(vector)[list(places.values())]
+            differs[taken] |= ~values[taken].isnan() & (values[taken] != found)
+            values[taken] = found
+        if bool(differs[rows].any()):
+            raise ValueError(
+                f"{self.label} differs between the param groups: read and write optimizer.param_groups[...] instead"
+            )
+        return values[rows]
+
+    def __setitem__(self, rows: Any, value: Any) -> None:
+        """Raises ValueError for a row whose member has no such hyper-parameter, or has its own in each param group."""
+        values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
+        values[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        chosen = set(torch.arange(self.size, device="cpu")[rows].reshape(-1).tolist())
+        lacking = chosen.intersection(self.live).difference(*(places for places, _, _ in self.parts))
+        if lacking:
+            raise ValueError(f"the optimizer of the member in row {min(lacking)} has no {self.label}")
+        if refusals := [why for places, _, why in self.parts if why and chosen & places.keys()]:
+            raise ValueError(refusals[0])
+        for places, vector, _ in self.parts:
+            taken = [row for row in places if row in chosen]
+            vector[[places[row] for row in taken]] = values[taken]
+
+    def tolist(self) -> list[float]:
+        """Return the values of all rows. Raises ValueError where the param groups differ."""
+        return cast("list[float]", self[:].tolist())
+
+    def __repr__(self) -> str:
+        parts = [{row: float(vector[entry]) for row, entry in places.items()} for places, vector, _ in self.parts]
+        return f"{self.label} of {self.size} rows, in {len(parts)} vectors: {parts}"
+
+
+class Hparams(MutableMapping[str, Any]):
+    """By name a float64 vector ``[rows]`` to read and write, a pair of them for betas.
+
+    With several param groups it is the value of those that take the optimizer's default. A group that was given its own
+    keeps it: read and write ``optimizer.param_groups[...]``. If one vector holds it, it is that vector itself, and a
+    `RowVector` otherwise.
+    """
+
+    def __init__(self, population: Population) -> None:
+        self._population = population
+
+    def __getitem__(self, key: str) -> Any:
+        population = self._population
+        # For each number of the hyper-parameter, of which betas have two: the vectors that hold it.
+        parts: dict[int, list[tuple[dict[int, int], MemberVector, str]]] = {}
+        for group in population._groups:
+            optimizer, rows = group.optimizer, group.rows if population._parted else range(len(group))
+            hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
+            taking = groups_taking(optimizer, key) if hypers else []
+            refusal = explicit_everywhere(optimizer, key) if hypers and not taking else ""
+            places = {row: local for local, row in enumerate(rows) if row is not None}
+            for param_group in taking or optimizer.param_groups:
+                for index, vector in enumerate(read(param_group, hypers, optimizer.members)[0]):
+                    parts.setdefault(index, []).append((places, vector, refusal))
+        if not parts:
+            kinds = " and ".join(dict.fromkeys(type(group.optimizer).__name__ for group in population._groups))
+            raise KeyError(f"{key!r} is no hyper-parameter of {kinds}; it has {list(self)}")
+        vectors: list[Any] = []
+        for index, of_index in parts.items():
+            label = key if len(parts) == 1 else f"{key}[{index}]"
+            joined = RowVector(label, len(population), of_index, population._layout.live)
+            vectors.append(joined if population._parted or len(of_index) > 1 else of_index[0][1])
+        return vectors[0] if len(vectors) == 1 else tuple(vectors)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Raises ValueError for what is no number or one for each row, and is out of range."""
+        population, held = self._population, self[key]
+        if isinstance(held, tuple) and (not isinstance(value, tuple | list) or len(value) != len(held)):
+            raise ValueError(f"{key}={value!r} is not a pair")
+        vectors, values = (held, value) if isinstance(held, tuple) else ((held,), (value,))
+        hypers = [hyper for group in population._groups for hyper in group.optimizer.hypers if hyper.key == key]
+        new = [member_vector(h.label, v, len(population)) for h, v in zip(hypers, values, strict=False)]
+        live = population._layout.live if population._parted else range(len(population))
+        for hyper, vector in zip(hypers, new, strict=False):
+            hyper.check([vector.tolist()[row] for row in live], live)
+        for held_vector, vector in zip(vectors, new, strict=True):
+            held_vector[:] = vector.as_subclass(Tensor)
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("hyper-parameters cannot be taken away")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(hyper.key for group in self._population._groups for hyper in group.optimizer.hypers))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"Hparams({', '.join(f'{key}={self[key]}' for key in self)})"
+
+
+class MemberSchedules:
+    """The schedules of members of several groups, as those of a `hfusion.optim.lr_scheduler.PerMember`."""
+
+    def __init__(self, population: Population) -> None:
+        self._population = population
+
+    def step(
+        self,
+        epoch: int | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        metrics: Tensor | Sequence[float] | None = None,
+    ) -> None:
+        """One step of every member's scheduler, or of those of members ``rows``. ``metrics``: one number per row."""
+        count = len(self._population)
+        given = None if metrics is None else numbers("metrics", metrics, count)
+        chosen = range(count) if rows is None else sorted(set(rows_of(rows, count)))
+        for group, local in self._population._by_group(chosen):
+            of_group = None if given is None else [given[row] for row in group.entries()]
+            group.scheduler.step(epoch, rows=None if rows is None else local, metrics=of_group)
+
+    def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None) -> None:
+        """Let members begin their schedules, or those that ``make`` makes, from their present hyper-parameters."""
+        chosen = rows_of(rows, len(self._population))
+        makes = [None] * len(chosen) if make is None else one_for_each(make, len(chosen))
+        for row, of_row in zip(chosen, makes, strict=True):
+            group, local = self._population._layout.slot_of(row)
+            group.scheduler.restart(local, of_row)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The class of each member's scheduler, one group after the other."""
+        return [kind for group in self._population._groups for kind in group.scheduler.kinds]
+
+    def get_last_lr(self) -> list[Tensor]:
+        """The learning rates that were set last, for each param group ``[rows]``."""
+        rates = [group.scheduler.get_last_lr() for group in self._population._groups]
+        return [self._population._layout.collected(list(of_group)) for of_group in zip(*rates, strict=True)]
+
+    @property
+    def last_epochs(self) -> Tensor:
+        """Number of steps of each member's scheduler: ``[rows]``."""
+        return self._population._layout.collected([group.scheduler.last_epochs for group in self._population._groups])
+
+
 def listed(name: str, value: Any, kind: type) -> list[Any]:
     """Return ``value`` as a list; a single value of type ``kind`` gives a list of one. Raises ValueError."""
     if isinstance(value, kind):
@@ -297,3 +454,127 @@ def listed(name: str, value: Any, kind: type) -> list[Any]:
     if not isinstance(value, Iterable):
         raise ValueError(f"{name} must be one {kind.__name__}, or one for each row, got {value!r}")
     return list(value)
+
+
+# Options that the groups of a population share, and what a group gets of them.
+
+OnNonfinite = Literal["freeze", "raise", "ignore"]
+
+LIMITS = ("clip_norm", "clip_value")
+"""The columns of bounds of the members' gradients, float64 ``[rows]``: of their norm, and of their magnitude."""
+
+
+class GroupOptions:
+    """The arguments of a population.
+
+    Attributes:
+        total: the number of initial members, which is the length of optimizer options with a value per member.
+        schedules: the function that makes each initial member's scheduler; None without schedulers.
+        scaler: the scaler, with the scales of the initial members; None without one.
+        numbers: the gradient limits and the numbers of calls per update of the initial members, in columns.
+        initial: by the name of such a column the value that all members began with, the default of joining members;
+            None where they differed. A limit is missing where nothing is clipped by it.
+        initial_hypers: after a load, the hyper-parameters of each param group that the saved members once began with;
+            None: those that ``optimizer`` sets.
+        history: of the population.
+        others: see `hfusion.Population`.
+
+    Raises:
+        ValueError: a list without ``total`` values, or a loss of `hfusion.per_model`.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        optimizer: Callable[[Any], FusedOptimizer],
+        loss: Callable[..., Any],
+        scheduler: Make | Sequence[Make] | None = None,
+        scaler: GradScaler | None = None,
+        clip_norm: HyperValue | None = None,
+        clip_value: HyperValue | None = None,
+        accumulate: int | Sequence[int] = 1,
+        on_nonfinite: OnNonfinite = "freeze",
+        compile: Compile = None,
+        memory: str | int | None = None,
+        processes: int = 1,
+    ) -> None:
+        check_loss_function(loss)
+        if not callable(optimizer):
+            kind = type(optimizer).__name__
+            raise ValueError(f"optimizer must be a function that makes one from parameters, got {kind}")
+        if not is_row(processes) or processes < 0:
+            raise ValueError(
+                f"processes={processes!r}: give a whole number of processes, such as 2. 1 is this one alone."
+            )
+        if on_nonfinite not in ("freeze", "raise", "ignore"):
+            raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
+        self.total, self.optimizer, self.loss, self.on_nonfinite = total, optimizer, loss, on_nonfinite
+        self.compile, self.memory, self.processes = compile, memory, processes
+        self.schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
+        self.scaler = copy.deepcopy(scaler)
+        if self.scaler is not None:
+            self.scaler.begin(total)
+        self.numbers = MemberTable(
+            total, check_numbers(total, clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
+        )
+        columns = self.numbers.columns.items()
+        self.initial: dict[str, Any] = {
+            name: column[0].item() if len(column.unique()) == 1 else None for name, column in columns
+        }
+        self.initial_hypers: list[dict[str, float | None]] | None = None
+        self.history = History()
+
+    def optimizer_of(self, module: Any, rows: Sequence[int]) -> FusedOptimizer:
+        """Make the optimizer of a group whose members began in ``rows``. Raises ValueError for one of another kind.
+
+        Of options with a value for each of ``total`` members, such as learning rates, the group gets those of ``rows``.
+        """
+        params = list(module.parameters())
+        optimizer = made_for_rows(lambda params: self.optimizer(iter(params)), params, rows, self.total)
+        if not isinstance(optimizer, FusedOptimizer):
+            raise ValueError(
+                f"optimizer gave {type(optimizer).__name__}, whose state has no rows: give one of hf.optim"
+            )
+        if self.initial_hypers is not None and len(self.initial_hypers) == len(optimizer.initial_values):
+            optimizer.initial_values = copy.deepcopy(self.initial_hypers)
+        return optimizer
+
+
+def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:
+    """Return the value for one of ``count`` joining members, from one for all or a list. Raises ValueError."""
+    if pair and isinstance(value, tuple | list) and len(value) == 2:
+        return tuple(value_of(name, item, index, count) for item in value)
+    several = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
+    if not several:
+        return value
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} values for {count} members that join: give one value, or {count}")
+    return float(value[index]) if isinstance(value[index], torch.Tensor) else value[index]
+
+
+def check_numbers(rows: int, **given: Any) -> dict[str, Tensor]:
+    """Return the numbers that are not None, as a column ``[rows]`` each.
+
+    Args:
+        rows: the number of members.
+        given: ``accumulate``, and limits of gradients: one value, or one for each member.
+
+    Raises:
+        ValueError: a wrong number of values, a limit below 0, or ``accumulate`` below 1.
+    """
+    columns = {}
+    for name, value in given.items():
+        if name == "accumulate":
+            calls = value.tolist() if isinstance(value, Tensor) else value
+            calls = [calls] * rows if isinstance(calls, int) else list(calls or ())
+            if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in calls):
+                raise ValueError(f"accumulate={value}: at least one call of step makes an update, and a whole number")
+            if len(calls) != rows:
+                raise ValueError(f"accumulate has {len(calls)} values for {rows} members: give one, or one for each")
+            columns[name] = torch.tensor(calls, dtype=torch.int64, device="cpu")
+        elif value is not None:
+            columns[name] = plain(member_vector(name, value, rows))
+            if not bool((columns[name] >= 0).all()):
+                raise ValueError(f"{name}={columns[name].tolist()}: every limit must be at least 0")
+    return columns

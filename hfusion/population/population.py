@@ -26,19 +26,27 @@ from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
 from hfusion.core.step_arguments import Compile
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
-from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
 from hfusion.population import grouping
 from hfusion.population.evaluation import check_entries, evaluate
-from hfusion.population.group_options import GroupOptions, OnNonfinite
-from hfusion.population.group_step import one_update, step_groups
+from hfusion.population.group_step import MemberWorkers, one_update, step_groups
 from hfusion.population.grouping import TWINS, Candidates, MemberLayout, PopulationGroup
-from hfusion.population.hparams import Hparams, MemberSchedules
 from hfusion.population.loss_weights import check_keyword, rows_of_weights
-from hfusion.population.member_workers import MemberWorkers
-from hfusion.population.members import Event, EventKind, History, Models, key_of, listed, new_names
-from hfusion.population.plain_group import group_of
+from hfusion.population.members import (
+    Event,
+    EventKind,
+    GroupOptions,
+    Hparams,
+    MemberSchedules,
+    Models,
+    OnNonfinite,
+    key_of,
+    listed,
+    new_names,
+    value_of,
+)
 from hfusion.population.saving import gathered, load, load_run
-from hfusion.population.training_group import TrainingGroup, copied_member
+from hfusion.population.training_group import TrainingGroup, copied_member, group_of
 from hfusion.population.weights import BestMembers, average
 from hfusion.torch_private.module_hooks import has_step_hooks
 
@@ -127,23 +135,31 @@ class Population:
             memory=memory,
             processes=processes,
         )
-        self._begin(options)
         if tags is not None and len(tags) != len(models):
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
-        names = new_names(tags or [None] * len(models), [], self._history)
-        self._history.events += [Event(0, name, EventKind.START) for name in names]
+        names = new_names(tags or [None] * len(models), [], options.history)
+        options.history.events += [Event(0, name, EventKind.START) for name in names]
         twins = list(range(len(models))), TWINS
         candidates = [twins] if isinstance(models, FusedModule) else grouping.grouped(models)
-        self._parted = len(candidates) > 1
-        self._form(candidates, models, names, scaler)
+        self._form(options, candidates, models, names, scaler)
 
-    def _form(self, candidates: Sequence[Candidates], models: Any, tags: Sequence[str | None], scaler: Any) -> None:
-        """Create the groups of the first members.
+    # Whether there have been several groups: they draw random numbers apart from each other from then on.
+    _parted = False
+
+    def _form(self, options: GroupOptions, candidates: list[Candidates], models: Any, tags: Any, scaler: Any) -> None:
+        """Create the attributes, and the groups of the first members.
 
         Args:
             tags: the names by row, None for a free row. There is a model for each name.
             scaler: the user's, which the only array has itself.
         """
+        self._size, self._options = options.total, options
+        # In the order of their first rows, in which they are stepped.
+        self._held_groups: list[TrainingGroup] = []
+        self._parted |= len(candidates) > 1
+        self._history = options.history
+        self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
+        self._prepare()
         members = [(row, name) for row, name in enumerate(tags) if name is not None]
         shared = grouping.shared_frozen(models) if self._parted else ()
         for indices, why in candidates:
@@ -157,23 +173,12 @@ class Population:
                     scaler.begin(self._size)
                     scaler.table.arrange(rows)
                     group.scaler = scaler
-            self._add(group, rows, why, [members[index][1] for index in indices])
+            # A loaded array gets its free rows later.
+            self._add(group, rows if self._parted else range(len(rows)), why, [members[index][1] for index in indices])
         self._changed()
-
-    def _begin(self, options: GroupOptions) -> None:
-        """Create a population without groups."""
-        self._size, self._options = options.total, options
-        # In the order of their first rows, in which they are stepped.
-        self._held_groups: list[TrainingGroup] = []
-        # Whether there have been several groups: they draw random numbers apart from each other from then on.
-        self._parted = False
-        self._history: History = options.history
-        self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
-        self._prepare()
 
     def _prepare(self) -> None:
         """Create what no copy has."""
-        self._held_layout: MemberLayout | None = None
         self._lock = FairLock()
         self._saving: Future[Path] | None = None
         # They own plain members while only steps are made.
@@ -182,7 +187,7 @@ class Population:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy."""
         self._workers.come_home()
-        excluded = ("_lock", "_held_layout", "_saving", "_workers")
+        excluded = ("_lock", "_saving", "_workers")
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,10 +235,9 @@ class Population:
             group.table["key"][local] = key_of(name)
         group.gradient_hooks = self._gradient_hooks
         self._held_groups.append(group)
-        self._held_layout = None
 
     def _changed(self) -> None:
-        """Remove groups without members, sort the others, and compute the layout again when it is needed."""
+        """Remove groups without members, sort the others, and compute the layout again."""
         live = sorted((group for group in self._held_groups if group.live), key=lambda group: min(group.live))
         self._parted |= live not in ([], self._held_groups[:1])
         if self._parted:
@@ -242,7 +246,7 @@ class Population:
             # One array has the population's rows, free ones too.
             self._held_groups = self._held_groups[:1]
             self._size = len(self._held_groups[0])
-        self._held_layout = None
+        self._held_layout = MemberLayout(self._held_groups, self._size)
 
     @property
     def _groups(self) -> list[TrainingGroup]:
@@ -253,8 +257,6 @@ class Population:
     @property
     def _layout(self) -> MemberLayout:
         self._workers.come_home()
-        if self._held_layout is None:
-            self._held_layout = MemberLayout(self._held_groups, self._size)
         return self._held_layout
 
     def __repr__(self) -> str:
@@ -294,9 +296,8 @@ class Population:
     @property
     def scheduler(self) -> PerMember | MemberSchedules | None:
         """The members' schedules; None without."""
-        if not self._parted:
-            return self.array.scheduler
-        return None if self._options.schedules is None else MemberSchedules(self)
+        several = None if self._options.schedules is None else MemberSchedules(self)
+        return several if self._parted else self.array.scheduler
 
     @property
     def best(self) -> BestMembers:
@@ -351,9 +352,11 @@ class Population:
 
     def _by_group(self, rows: Sequence[int]) -> list[tuple[TrainingGroup, list[int]]]:
         """Return each group of members in ``rows``, with their rows in the group."""
-        slots = [slot for row in rows if (slot := self._layout.slots[row]) is not None]
-        groups = [(group, [local for other, local in slots if other is group]) for group in self._groups]
-        return [(group, local) for group, local in groups if local]
+        groups: dict[TrainingGroup, list[int]] = {}
+        for slot in map(self._layout.slots.__getitem__, rows):
+            if slot is not None:
+                groups.setdefault(slot[0], []).append(slot[1])
+        return list(groups.items())
 
     @in_turn
     def each(
@@ -425,15 +428,13 @@ class Population:
                 check_entries((inputs, target, keywords), rows)
             if weights is not None:
                 weights = rows_of_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
-            if not self._parted:
-                (group,) = self._held_groups
-                try:
-                    return group.step((inputs, target, keywords), rows, weights)
-                except ForwardsDiffer as error:
-                    grouping.part(self, group, error, rows)
-                finally:
-                    self._history.end_step()
             with one_update(self):
+                if not self._parted:
+                    (group,) = self._held_groups
+                    try:
+                        return group.step((inputs, target, keywords), rows, weights)
+                    except ForwardsDiffer as error:
+                        grouping.part(self, group, error, rows)
                 return step_groups(self, (inputs, target, keywords), rows, weights)
 
     @in_turn
@@ -461,8 +462,45 @@ class Population:
             ValueError: the row is taken, the tag is in use, a value is missing since members began with different
                 ones, or a value is invalid.
         """
+        models = listed("model", model, nn.Module)
+        tags = [None] * len(models) if tag is None else listed("tag", tag, str)
+        taken, count, size = self.tags, len(models), self._size
+        rows = rows_of(row, size) if row is not None else [*self._layout.free, *range(size, size + count)][:count]
+        check_once(rows)
+        if not len(rows) == count == len(tags):
+            raise ValueError(f"{count} models with {len(tags)} tags for {len(rows)} rows: give one for each")
+        for new_row in rows:
+            if new_row < size and taken[new_row] is not None:
+                others = f"rows {self._layout.free} are free"
+                raise ValueError(f"row {new_row} is taken by {taken[new_row]!r}: stop it first; {others}")
+        grouping.grouped(models)
+        makes = [None] * count if scheduler is None else one_for_each(scheduler, count)
         numbers = {"clip_norm": clip_norm, "clip_value": clip_value, "accumulate": accumulate}
-        return grouping.start(self, row, model, tag, scheduler, numbers, hypers)
+        shared = grouping.shared_frozen(models, [group.read(0) for group in self._groups])
+        pairs_of = {h.key for group in self._groups for h in group.optimizer.hypers if h.index is not None}
+        events, new = len(self._history.events), list[TrainingGroup]()
+        try:
+            names = new_names(tags, taken, self._history)
+            for index, joining in enumerate(models):
+                own_numbers = {name: value_of(name, given, index, count) for name, given in numbers.items()}
+                own = {key: value_of(key, given, index, count, pair=key in pairs_of) for key, given in hypers.items()}
+                new.append(group_of([joining], self._options, [0], shared))
+                new[-1].begin_anew(makes[index], own_numbers, own)
+            for new_row, name, group in zip(rows, names, new, strict=True):
+                self._add(group, [new_row], "", [name])
+                group.table.note(0, EventKind.START)
+            grouping.settle(self, new)
+            if sum(bool(group.live) for group in self._groups) > 1:
+                self.check_hooks()
+        except BaseException:
+            del self._history.events[events:]
+            for group in self._groups:
+                group.release(local for local, of_local in enumerate(group.rows) if of_local in rows)
+            self._changed()
+            raise
+        self._size = max(self._size, *(each + 1 for each in rows))
+        self._changed()
+        return rows[0] if is_row(row) or (row is None and isinstance(model, nn.Module)) else rows
 
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
         """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""
@@ -484,7 +522,6 @@ class Population:
         for group, local in slots:
             group.table.note(local, EventKind.STOP)
             group.release([local])
-            group.table.clear_updates([local])
         self._changed()
         return models[0] if single else models
 
@@ -498,7 +535,42 @@ class Population:
         Raises:
             ValueError: ``src`` is free or frozen, or rows are out of range or written twice.
         """
-        grouping.copy_members(self, pairs(src, dst, self._size))
+        layout, tags = self._layout, self.tags
+        moves = [(source, target) for source, target in pairs(src, dst, self._size) if source != target]
+        copies: dict[TrainingGroup, list[tuple[int, int]]] = {}
+        for source, target in moves:
+            group, local = layout.slot_of(source)
+            if bool(group.table["frozen"][local]):
+                raise ValueError(f"{tags[source]!r} in row {source} went bad and is frozen: copy a healthy member")
+            copies.setdefault(group, []).append((local, target))
+        free = [target for _, target in moves if tags[target] is None]
+        names = dict(zip(free, new_names([None] * len(free), tags, self._history), strict=True))
+        alone: list[tuple[int, grouping.MemberState]] = []
+        written: list[tuple[TrainingGroup, int, int, str | None]] = []
+        for group, of_group in copies.items():
+            if group.is_plain:
+                alone += [(target, grouping.copy_member_state(group, local)) for local, target in of_group]
+                continue
+            places, sources = group.places([target for _, target in of_group]), list(range(len(group)))
+            origins = [group.table["tag"][local] for local, _ in of_group]
+            for place, (local, _) in zip(places, of_group, strict=True):
+                sources[place] = local
+            group.arrange(sources)
+            written += [(group, p, row, o) for p, (_, row), o in zip(places, of_group, origins, strict=True)]
+        # All were read: members that are written over, and were in other groups, leave these.
+        for _, target in moves:
+            if (slot := layout.slots[target]) is not None and not any(slot == held[:2] for held in written):
+                slot[0].release([slot[1]])
+        new = []
+        for target, state in alone:
+            new.append(grouping.group_of_states(self, [state]))
+            self._add(new[-1], [target], "")
+            written.append((new[-1], 0, target, state[1]["member"]["tag"][0]))
+        for group, place, target, origin in written:
+            group.table.enter(place, tags[target] or names[target], target)
+            group.table.note(place, EventKind.COPY, origin)
+        grouping.settle(self, new)
+        self._changed()
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:

@@ -19,9 +19,8 @@ from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
-from hfusion.population.group_options import LIMITS, GroupOptions
 from hfusion.population.grouping import Candidates, grouped
-from hfusion.population.members import Event, EventKind
+from hfusion.population.members import LIMITS, Event, EventKind, GroupOptions
 from hfusion.population.training_group import TrainingGroup
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
     for number, group in enumerate(groups):
         table = group.table
         group.settle()
-        part = SaveWriter(table.live, {"members": [table.tag(row) for row in table.live]}, {})
+        part = SaveWriter(table.live, {"members": [table["tag"][row] for row in table.live]}, {})
         gather(part, group.fused, group.optimizer, group.scheduler, group.scaler)
         for kind, saved in (("member", table), ("best", group.best)):
             for name, column in saved.columns.items():
@@ -109,9 +108,8 @@ def load(
         arguments["scheduler"] = [makes[tags[0] if tag is None else tag] for tag in rows]
     options = GroupOptions(len(rows), **arguments)
     candidates = sorted(part for found in grouped(models) for part in _as_saved(found, [where[tag] for tag in tags]))
-    population._begin(options)
-    population._parted = len(candidates) > 1 or not all(arrays)
-    population._form(candidates, models, rows, arguments.get("scaler"))
+    population._parted = not all(arrays)
+    population._form(options, candidates, models, rows, arguments.get("scaler"))
     for group in population._groups:
         held = group.table["tag"]
         reader = SaveReader.of([saved for saved in groups if not set(held).isdisjoint(saved.body["members"])], held)

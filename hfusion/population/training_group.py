@@ -5,37 +5,40 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from operator import is_
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hfusion.array.array_editing import rearrange as rearrange_array
-from hfusion.array.array_editing import written_keys
+from hfusion.array import array_editing
+from hfusion.array.fuse import fuse
 from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
-from hfusion.capture.registered_tensors import device_of, tensors
-from hfusion.core.calls import stacked, take_entries
+from hfusion.capture.registered_tensors import check_materialized, device_of, tensors
+from hfusion.compiler.arguments import row_of_leaf
+from hfusion.core.calls import call_arguments, is_stacked, stacked, take_entries
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import has_rows, is_per_member, membership
+from hfusion.core.membership import Membership, has_rows, is_per_member, mark, membership
 from hfusion.core.row_indices import Widths
-from hfusion.device.backend import sent
-from hfusion.optim import clip_grad_norm_, clip_grad_value_
+from hfusion.core.step_arguments import check_losses
+from hfusion.device.backend import active_autocast, sent, without_autocast
+from hfusion.optim import clip_grad_norm_, clip_grad_value_, optimizer_rows
 from hfusion.optim.clip import overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
-from hfusion.optim.optimizer_rows import GatheredState
-from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.group_options import GroupOptions, check_numbers
+from hfusion.population.evaluation import evaluating_model, with_row
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighted
-from hfusion.population.members import GroupTable, key_of, no_best, written_rows
+from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
 
@@ -65,13 +68,6 @@ class TrainingGroup:
     elsewhere = 0
     seconds = 0.0
     is_plain = False
-    _weighs_samples = False
-    # Whether a member accumulates the gradients of several calls, as of this step.
-    _sums = False
-    # Kinds of calls for which the step of the group that this is a copy of had programs.
-    _expected_calls: Sequence[str] = ()
-    # The kind of loss that the step was made for: with weights of calls, with weights of samples.
-    _made_for = (False, False)
 
     def __init__(self, module: Any, options: GroupOptions, origins: Sequence[int]) -> None:
         """Create a group of new members.
@@ -86,7 +82,7 @@ class TrainingGroup:
         check_own(module.parameters())
         self.fused: FusedModule = module
         self.options, self.optimizer, makes = options, options.optimizer_of(module, origins), options.schedules
-        self.scheduler = None if makes is None else PerMember(self.optimizer, [makes[row] for row in origins])
+        self.scheduler: Any = None if makes is None else PerMember(self.optimizer, [makes[row] for row in origins])
         self.scaler = None if options.scaler is None else options.scaler.of_rows(origins)
         self.table, self.best = GroupTable(options.numbers.take(origins), options.history), no_best(len(origins))
         for name in options.initial.keys() - self.table.columns.keys():
@@ -94,6 +90,8 @@ class TrainingGroup:
             self.table.begin(name, torch.empty(1, dtype=torch.float64, device="cpu"))
         self.gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self._widths = Widths(len(origins))
+        # Whether the loss that the step was made for has weights of calls, and of samples.
+        self._weighs = self.scaler is not None or bool((self.table["accumulate"] > 1).any()), False
         self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,20 +109,23 @@ class TrainingGroup:
         self._finite = FiniteCheck()
         self._shared_parameters = [p for p in self.parameters() if not is_per_member(p)]
         # A small group for some of the members, with its array and optimizer.
-        self._chosen: tuple[TrainingGroup, GatheredRows, GatheredState] | None = None
+        self._chosen: tuple[TrainingGroup, GatheredRows, optimizer_rows.GatheredState] | None = None
         # By key, what forward may write to, as it was before the present call.
         self._before: dict[str, Tensor] = {}
-        self._make_step()
+        self._make_step(*self._weighs)
 
-    def _make_step(self) -> None:
+    def _make_step(self, of_calls: bool, of_samples: bool) -> None:
+        """Create the step for a loss with weights, as ``_weighs`` says. Raises ValueError for one without samples."""
         options = self.options
-        self._step = train_step(
-            self.fused, self._weighted_loss(), self.optimizer, compile=options.compile, memory=options.memory
-        )
+        loss = sample_weighted(options.loss) if of_samples else options.loss
+        self._loss, self._weighs = weighted(loss) if of_calls else loss, (of_calls, of_samples)
+        if self.is_plain:
+            return
+        self._step = train_step(self.fused, self._loss, self.optimizer, compile=options.compile, memory=options.memory)
         self._step.update = self._finish
         self._step.at_once = self._widths.at_once(len(self))
-        self._step.expected_calls |= set(self._expected_calls)
-        self._expected_calls = ()
+        # Kinds of calls for which the step of the group that this is a copy of had programs.
+        self._step.expected_calls |= set(vars(self).pop("_expected_calls", ()))
 
         def hold_written(program: Any, this: Any = weakref.ref(self)) -> None:  # noqa: B008
             if (group := this()) is not None:
@@ -134,19 +135,12 @@ class TrainingGroup:
         # Called with new programs, before they run.
         self.fused._on_program = hold_written
         # The keys of what forward writes to in the programs so far.
-        self._written = written_keys(self.fused)
+        self._written = array_editing.written_keys(self.fused)
 
     @property
     def known_calls(self) -> list[str]:
         """The kinds of calls that need no further eager step to determine how they run."""
         return [] if self.is_plain else sorted(self._step.known_calls)
-
-    def _weighted_loss(self) -> Callable[..., Any]:
-        """Return the loss for targets with the weights of calls and samples that are used now."""
-        weighs = self._made_for[0] or self.scaler is not None or bool((self.table["accumulate"] > 1).any())
-        self._made_for = weighs, self._weighs_samples
-        loss = sample_weighted(self.options.loss) if self._weighs_samples else self.options.loss
-        return weighted(loss) if weighs else loss
 
     def __len__(self) -> int:
         """The number of rows, free ones too."""
@@ -246,17 +240,16 @@ class TrainingGroup:
             entries = [rows.index(row) if row in rows else 0 for row in range(self.table.rows)]
             arguments, weights = take_entries(arguments, entries), take_entries(weights, entries)
         inputs, target, keywords = arguments
-        if weights is not None or self._weighs_samples:
-            if not self._weighs_samples:
-                sample_weighted(self.options.loss)
-                self._weighs_samples = True
-            target = weigh_samples(target, weights, device_of(self.fused))
         if self._shared_parameters:
             check_own(self._shared_parameters)
+        # Whether a member accumulates the gradients of several calls.
         self._sums = bool((columns["accumulate"] > 1).any())
-        if self._made_for != (self._made_for[0] or self._sums, self._weighs_samples):
-            self._make_step()
-        if self._made_for[0]:
+        weighs = self._weighs[0] or self._sums, self._weighs[1] or weights is not None
+        if weighs != self._weighs:
+            self._make_step(*weighs)
+        if weighs[1]:
+            target = weigh_samples(target, weights, device_of(self.fused))
+        if weighs[0]:
             shares = columns["accumulate"].double().reciprocal()
             shares = shares if self.scaler is None else self.scaler.scale(shares)
             target = {"target": target, "weight": stacked(sent(shares, device_of(self.fused)))}
@@ -318,13 +311,13 @@ class TrainingGroup:
             losses: ``[rows of the group]``.
             flushed: whether there was no call, and members are updated by the gradients of earlier calls.
         """
-        table, history = self.table, self.table.history
+        table = self.table
         # The members that make an update, bool [rows], None for all in each call; how many calls of an update each has
         # made, with this one; and the sums of their gradients.
         due, done, sums = None, table.columns["done"], dict[str, Tensor]()
         if flushed:
             due = done > 0
-            sums = {name: column.clone() for name, column in table.summed(self.named_parameters()).items()}
+            sums = {name: table[name].clone() for name in table.columns if name.startswith(("sum/", "absent/"))}
         elif self._sums:
             done = (done + 1).masked_fill(~table["alive"] | table["frozen"], 0)
             due = done == table["accumulate"]
@@ -332,20 +325,17 @@ class TrainingGroup:
         if due is not None:
             table.hand_over(self.named_parameters(), sums, due)
         bad = self._bad_members(losses)
-        if history.deferred is None:
-            self._end_call(bad, due, done, sums)
-        else:
-            history.deferred.append((self, bad, partial(self._end_call, bad, due, done, sums)))
+        table.history.end_call(self, bad, partial(self._end_call, bad, due, done, sums))
 
     def _end_call(self, bad: Tensor | None, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Freeze members ``bad``, or raise a NonFiniteError, and update the others that are due; see `_finish`.
+        """Freeze members ``bad``, and update the others that are due; see `_finish`.
 
         If that fails, the members are what they were before the call.
         """
         table = self.table
         try:
             if bad is not None:
-                table.freeze(bad, self.options.on_nonfinite == "raise")
+                table.freeze(bad)
             frozen = table.columns["frozen"]
             if self._before and bool(frozen.any()):
                 self.restore(frozen)
@@ -407,7 +397,8 @@ class TrainingGroup:
         if chosen is None or chosen[2].whole is not self.optimizer or not (chosen[1].fits() and chosen[2].fits()):
             array = GatheredRows(self.fused, places)
             small, large = dict(array.array.named_parameters()), dict(self.fused.named_parameters())
-            state = GatheredState.of(self.optimizer, {large[name]: param for name, param in small.items()}, places)
+            params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
+            state = optimizer_rows.GatheredState.of(self.optimizer, params, places)
             part = TrainingGroup.__new__(TrainingGroup)
             part.__setstate__({**self.__getstate__(), "fused": array.array, "optimizer": state.part, "scheduler": None})
             self._chosen = chosen = part, array, state
@@ -430,10 +421,7 @@ class TrainingGroup:
                 self.scaler.table.put(rows, part.scaler.table)
             self.table.put(rows, part.table)
 
-        if self.table.history.deferred is None:
-            store()
-        else:
-            self.table.history.deferred.append((part, None, store))
+        self.table.history.end_call(part, None, store)
         all_losses = losses.new_full((len(self),), math.nan)
         all_losses[torch.tensor(rows, device=losses.device)] = losses[: len(rows)]
         return all_losses
@@ -446,20 +434,17 @@ class TrainingGroup:
         Raises:
             ValueError: a value is invalid, or missing because members began with different ones.
         """
-        options, values = self.options, dict[str, Any]()
-        for name, value in numbers.items():
-            if name in options.initial:
-                values[name] = options.initial[name] if value is None else value
-                if values[name] is None:
-                    raise ValueError(
-                        f"{name} differs between the members: say what it is for those that join, {name}=..."
-                    )
-            elif value is not None:
+        initial, makes = self.options.initial, self.options.schedules
+        values = {name: initial.get(name) if value is None else value for name, value in numbers.items()}
+        for name, value in values.items():
+            if value is None and name in initial:
+                raise ValueError(f"{name} differs between the members: say what it is for those that join, {name}=...")
+            if value is not None and name not in initial:
                 raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
         for name, column in check_numbers(1, **values).items():
             self.table[name][:] = column
-        rearrange_optimizer(self.optimizer, [None], hypers)
-        if (makes := options.schedules) is None:
+        optimizer_rows.rearrange(self.optimizer, [None], hypers)
+        if makes is None:
             if scheduler is not None:
                 raise ValueError("scheduler: this population has none; give it one when it is made")
         elif scheduler is None and any(make is not makes[0] for make in makes):
@@ -491,6 +476,7 @@ class TrainingGroup:
         chosen = list(rows)
         for table in (self.table, self.best):
             table.clear(chosen)
+        self.table.clear_updates(())
         live, free = self.table.live, self.table.free
         if not live or not free:
             return
@@ -523,14 +509,100 @@ class TrainingGroup:
     def arrange(self, sources: Sequence[int], free: Iterable[int] = ()) -> None:
         """Let row b be the former row ``sources[b]``; the new rows ``free`` have no member."""
         self.drop_gradients()
-        rearrange_array(self.fused, sources)
-        rearrange_optimizer(self.optimizer, sources, {})
+        array_editing.rearrange(self.fused, sources)
+        optimizer_rows.rearrange(self.optimizer, sources, {})
         for table in self.own_tables().values():
             table.arrange(sources)
         if free := list(free):
             self.release(free)
             self._step.at_once = self._widths.at_once(len(sources))
-            self.table.clear_updates(self.table.free)
+
+
+class PlainGroup(TrainingGroup):
+    """A group of one member; ``fused`` is its model.
+
+    Its optimizer is one of hf.optim over the parameters of the model, which takes less time for one model than the
+    fused optimizers of torch; so its state is that of a row of an array, to the bit.
+
+    Attributes:
+        shared: the names of frozen parameters that members of other groups hold, too.
+    """
+
+    is_plain = True
+    shared: Sequence[str] = ()
+
+    def member(self, row: int) -> nn.Module:
+        return self.fused
+
+    read = member
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of a Parameter has lost its mark.
+        mark_plain(state["fused"], state["shared"])
+        super().__setstate__(state)
+
+    def _prepare(self) -> None:
+        self._list_tensors()
+        super()._prepare()
+
+    def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
+        """Compute loss and gradients by autograd. Raises ValueError for a loss that is no number with a gradient."""
+        self.settle()
+        self._hold([name for name, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)])
+        args, kwargs = call_arguments(of_row(inputs), of_row(keywords))
+        self.drop_gradients()
+        with torch.enable_grad():
+            loss = self._loss(self.fused(*args, **kwargs), of_row(target))
+            check_losses(loss, trains=any(param.requires_grad for param in self.parameters()))
+            # As torch advises: an autocast is for forward and loss.
+            with without_autocast(active_autocast()):
+                if loss.requires_grad:
+                    loss.backward()
+        losses: Tensor = loss.detach().reshape(1)
+        self._finish(losses)
+        return losses
+
+    def _list_tensors(self) -> None:
+        """Cache the tensors, which a step reads five times: walking the modules each time took half its overhead."""
+        self._tensors, self._named = dict(tensors(self.fused)), tuple(self.fused.named_parameters())
+
+    def settle(self) -> None:
+        """Raise a FusionError if the model has other parameters than the optimizer; buffers may be replaced."""
+        both = dict(tensors(self.fused)), self._tensors
+        if len(both[0]) == len(both[1]) and all(map(is_, *map(dict.values, both))):
+            return
+        current, known = ({name: t for name, t in of.items() if isinstance(t, nn.Parameter)} for of in both)
+        held, known_ids = set(map(id, current.values())), set(map(id, known.values()))
+        odd = [
+            f"it has another parameter {name}" if name in current else f"it has no parameter {name} any more"
+            for name, parameter in known.items()
+            if id(parameter) not in held
+        ]
+        odd += [f"the parameter {name} is new" for name, parameter in current.items() if id(parameter) not in known_ids]
+        if odd:
+            raise FusionError(
+                f"what was done to a plain member of class {self.kind.__name__} does not fit its optimizer: {odd[0]}. "
+                "Undo it, or stop the member, change its model and start it again: model = pop.stop(row); ...; "
+                "pop.start(row, model)"
+            )
+        for name, parameter in self.fused.named_parameters():
+            mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
+        self._list_tensors()
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return [parameter for _, parameter in self._named]
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._named
+
+    def each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
+        fn(self.fused, *of_row(args), **of_row(kwargs))
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The member's row, unless it is frozen or has left, or nothing of it is trained."""
+        trains = any(parameter.requires_grad for parameter in self.parameters())
+        return [row for row in self.table.live if trains and not bool(self.table["frozen"][row])]
 
 
 def signature(model: nn.Module) -> Any:
@@ -574,3 +646,48 @@ def all_finite(tensors: list[Tensor]) -> bool:
         return False
     # Computing the largest magnitude would take five times as long.
     return math.isfinite(float(torch.stack(torch._foreach_norm(tensors, 2)).sum()))
+
+
+def group_of(models: list[nn.Module], options: GroupOptions, rows: list[int], shared: Collection[int]) -> TrainingGroup:
+    """Return a group of copies of ``models``: an array, or a plain group if there is one. Raises FusionError.
+
+    Args:
+        rows: for each model, the initial member of the population whose options it has.
+        shared: ids of the frozen parameters that members of other groups hold, too. A plain group does not copy them.
+    """
+    if len(models) > 1:
+        return TrainingGroup(fuse(models), options, rows)
+    (model,) = models
+    check_materialized(model, "the model")
+    around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
+    names = [name for name, tensor in tensors(model) if id(tensor) in around]
+    copied = module_copy(model, dict(around))
+    mark_plain(copied, names)
+    group = PlainGroup(copied, options, rows)
+    group.shared = names
+    return group
+
+
+def mark_plain(model: nn.Module, shared: Collection[str]) -> None:
+    """Mark the tensors of a single model; ``shared``: the names of those that other members hold, too."""
+    for name, tensor in tensors(model):
+        mark(tensor, Membership(name, 1, stacked=False, standalone=name not in shared))
+
+
+def member_outputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the outputs, with a leading dim of members, of an array or the model of a plain group."""
+    if isinstance(module, FusedModule):
+        return module(*args, **kwargs)
+    return with_row(module(*of_row(args), **of_row(kwargs)))
+
+
+def evaluating_members(module: nn.Module) -> AbstractContextManager[None]:
+    """Context manager: an array or the model of a plain group is in eval mode."""
+    return module.evaluating() if isinstance(module, FusedModule) else evaluating_model(module)
+
+
+def of_row(value: Any) -> Any:
+    """Return nested ``value`` with each stacked tensor replaced by its only row."""
+    if isinstance(value, Tensor):
+        return value
+    return pytree.tree_map(lambda leaf: row_of_leaf(leaf, 0), value, is_leaf=is_stacked)

@@ -35,13 +35,11 @@ def member_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, member_rows(tensor.detach(), mark)
 
 
-def _stacks(population: Population) -> list[tuple[TrainingGroup, dict[str, Tensor]]]:
+def _stacks(population: Population) -> dict[TrainingGroup, dict[str, Tensor]]:
     """Return the stacks of each group's parameters and buffers by key, without those that members share."""
-    stacks = []
     for group in population._groups:
         group.settle()
-        stacks.append((group, dict(member_tensors(group.fused))))
-    return stacks
+    return {group: dict(member_tensors(group.fused)) for group in population._groups}
 
 
 class BestMembers:
@@ -60,25 +58,21 @@ class BestMembers:
     @property
     def scores(self) -> Tensor:
         """The best metrics: float64 ``[rows]``, NaN where a row has none."""
-        return self._column("score", torch.float64)
+        return self._column("score")
 
     @property
     def ages(self) -> Tensor:
         """Number of updates of each member at its best: int64 ``[rows]``, -1 for rows without one."""
-        return self._column("age", torch.int64)
+        return self._column("age")
 
     @property
     def waited(self) -> Tensor:
         """Number of successive metrics without an improvement: int64 ``[rows]``."""
-        return self._column("waited", torch.int64)
+        return self._column("waited")
 
-    def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        values = torch.full((len(self._population),), NO_BEST[name], dtype=dtype, device="cpu")
-        for group in self._population._groups:
-            for local, row in enumerate(group.rows):
-                if row is not None:
-                    values[row] = group.best[name][local]
-        return values
+    def _column(self, name: str) -> Tensor:
+        columns = [group.best[name] for group in self._population._groups]
+        return self._population._layout.collected(columns, NO_BEST[name])
 
     @torch.no_grad()
     def update(
@@ -96,21 +90,20 @@ class BestMembers:
         pop, improved = self._population, []
         with pop._lock:
             values = numbers("metrics", metrics, len(pop))
-            for group, stacks in _stacks(pop):
+            stacks = _stacks(pop)
+            for row in pop._layout.live:
+                group, local = pop._layout.slot_of(row)
                 best = group.best
-                for local, row in enumerate(group.rows):
-                    if row is None:
-                        continue
-                    best["waited"][local] += 1
-                    if is_better(values[row], float(best["score"][local]), mode, least):
-                        best["score"][local], best["age"][local] = values[row], group.table["age"][local]
-                        best["waited"][local] = 0
-                        for name, stack in stacks.items():
-                            if f"weights/{name}" not in best:
-                                best.begin(f"weights/{name}", stack)
-                            best[f"weights/{name}"][local].copy_(stack[local])
-                        improved.append(row)
-        return sorted(improved)
+                best["waited"][local] += 1
+                if is_better(values[row], float(best["score"][local]), mode, least):
+                    best["score"][local], best["age"][local] = values[row], group.table["age"][local]
+                    best["waited"][local] = 0
+                    for name, stack in stacks[group].items():
+                        if f"weights/{name}" not in best:
+                            best.begin(f"weights/{name}", stack)
+                        best[f"weights/{name}"][local].copy_(stack[local])
+                    improved.append(row)
+        return improved
 
     @torch.no_grad()
     def restore(self, rows: int | Sequence[int] | None = None) -> list[int]:
@@ -121,13 +114,12 @@ class BestMembers:
         pop = self._population
         with pop._lock:
             chosen = list(range(len(pop))) if rows is None else rows_of(rows, len(pop))
-            ages = self.ages.tolist()
+            ages, stacks = self.ages.tolist(), _stacks(pop)
             written = [row for row in chosen if ages[row] >= 0]
-            for group, stacks in _stacks(pop):
-                for local, row in enumerate(group.rows):
-                    if row in written:
-                        for name, stack in stacks.items():
-                            stack[local].copy_(group.best[f"weights/{name}"][local])
+            for row in written:
+                group, local = pop._layout.slot_of(row)
+                for name, stack in stacks[group].items():
+                    stack[local].copy_(group.best[f"weights/{name}"][local])
         return written
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
@@ -147,7 +139,7 @@ class BestMembers:
             (index,) = rows_of(row, len(pop))
             group, local = pop._layout.slot_of(index)
             if self.ages[index] < 0:
-                tag = group.table.tag(local)
+                tag = group.table["tag"][local]
                 raise ValueError(f"{tag!r} in row {index} has no best weights: call pop.best.update(metrics) before")
             weights = {name: stack[local] for name, stack in group.best.of("weights").items()}
             return _with_tensors(copied_member(group.fused, local), weights)
@@ -185,9 +177,8 @@ def average(population: Population, rows: Any, weights: Any, into: Any, optimize
     weights = [1.0] * len(rows) if weights is None else weights
     values = check_member_weights(weights, len(rows), f"for the average of rows {list(rows)}")
     shares = {row: share for row, share in zip(rows, (values / values.sum()).tolist(), strict=True) if share > 0}
-    stacks = dict(_stacks(population))
-    members: dict[int, dict[str, Tensor]] = {}
-    for row in (*rows, *(targets or ())):
+    stacks, members = _stacks(population), dict[int, dict[str, Tensor]]()
+    for row in dict.fromkeys((*rows, *(targets or ()))):
         group, local = population._layout.slot_of(row)
         members[row] = {name: stack[local] for name, stack in stacks[group].items()}
         shapes = [{name: list(tensor.shape) for name, tensor in members[each].items()} for each in (rows[0], row)]
@@ -198,9 +189,8 @@ def average(population: Population, rows: Any, weights: Any, into: Any, optimize
                     f"average of members of different shapes: {name} is {first} in row {rows[0]} and {other} in row "
                     f"{row}. Average members of one shape, by rows="
                 )
-    for row in targets or ():
-        group, local = population._layout.slot_of(row)
-        if done := int(group.table["done"][local]):
+        done = int(group.table["done"][local])
+        if targets and row in targets and done:
             raise ValueError(
                 f"{done} of {int(group.table['accumulate'][local])} steps of an update of row {row} are made, with "
                 "gradients at its present weights: average into members between their updates"

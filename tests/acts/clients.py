@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as ls
 
 import hfusion as hf
-from hfusion.population import member_workers
+from hfusion.population import group_step
 from tests.acts.zoo import Entry, loss, own_copy
 from tests.alone import Own
 from tests.trained import machine, planned
@@ -393,7 +393,7 @@ class Alike(Client):
         self.patches = ExitStack()
         if self.processes > 1:
             # Members leave at every step.
-            self.patches.enter_context(mock.patch.object(member_workers, "_QUIET_STEPS", 0))
+            self.patches.enter_context(mock.patch.object(group_step, "_QUIET_STEPS", 0))
         self.pop = hf.Population([own_copy(model) for model in models], **self.given(tags, owns), tags=tags)
 
     def given(self, tags: Sequence[str | None], owns: Sequence[Own]) -> dict[str, Any]:

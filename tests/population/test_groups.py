@@ -85,6 +85,11 @@ def test_groups_say_who_is_together_and_why() -> None:
     assert "array of rows 0, 2" in repr(pop)
 
 
+def test_no_models_are_refused() -> None:
+    with pytest.raises(hf.FusionError, match="a population got an empty list; give it at least one model"):
+        population([])
+
+
 def state(member: nn.Module | None) -> dict[str, Tensor]:
     assert member is not None
     return {name: tensor.clone() for name, tensor in member.state_dict().items()}
