@@ -56,6 +56,7 @@ class MemberLayout:
         slots: for each row of the population, its group and the row there; None for a free row.
         order: for each row of the population, its index into the concatenated rows of all groups; free rows have the
             index after the last.
+        live, free: the rows with a member, and those without.
     """
 
     def __init__(self, groups: Sequence[TrainingGroup], size: int) -> None:
@@ -67,14 +68,8 @@ class MemberLayout:
                     self.slots[row], order[row] = (group, local), start + local
             start += len(group)
         self.order = torch.tensor(order, device="cpu")
-
-    @property
-    def live(self) -> list[int]:
-        return [row for row, slot in enumerate(self.slots) if slot is not None]
-
-    @property
-    def free(self) -> list[int]:
-        return [row for row, slot in enumerate(self.slots) if slot is None]
+        self.live = [row for row, slot in enumerate(self.slots) if slot is not None]
+        self.free = [row for row, slot in enumerate(self.slots) if slot is None]
 
     def slot_of(self, row: int) -> tuple[TrainingGroup, int]:
         """Return a member's group and its row there. Raises ValueError for a free row."""
