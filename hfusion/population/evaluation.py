@@ -72,8 +72,8 @@ def evaluate(population: Population, metric: Any, loader: Iterable[Any], convert
     for group in population._groups:
         rows = {local: row for local, row in enumerate(group.rows) if row is not None}
         names = {local: group.table["tag"][local] for local in rows}
-        numbers = member_metrics(outputs[group], metric, names, rows, convert)
-        values |= {rows[local]: number for local, number in numbers.items()}
+        of_group = member_metrics(outputs[group], metric, names, rows, convert)
+        values |= {rows[local]: value for local, value in of_group.items()}
     return values
 
 

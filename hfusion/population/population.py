@@ -545,28 +545,27 @@ class Population:
             copies.setdefault(group, []).append((local, target))
         free = [target for _, target in moves if tags[target] is None]
         names = dict(zip(free, new_names([None] * len(free), tags, self._history), strict=True))
-        alone: list[tuple[int, grouping.MemberState]] = []
-        written: list[tuple[TrainingGroup, int, int, str | None]] = []
+        new, written = list[TrainingGroup](), list[tuple[TrainingGroup, int, int]]()
         for group, of_group in copies.items():
             if group.is_plain:
-                alone += [(target, grouping.copy_member_state(group, local)) for local, target in of_group]
+                for local, target in of_group:
+                    new.append(grouping.group_of_states(self, [grouping.copy_member_state(group, local)]))
+                    written.append((new[-1], 0, target))
                 continue
             places, sources = group.places([target for _, target in of_group]), list(range(len(group)))
-            origins = [group.table["tag"][local] for local, _ in of_group]
             for place, (local, _) in zip(places, of_group, strict=True):
                 sources[place] = local
             group.arrange(sources)
-            written += [(group, p, row, o) for p, (_, row), o in zip(places, of_group, origins, strict=True)]
+            written += [(group, place, target) for place, (_, target) in zip(places, of_group, strict=True)]
         # All were read: members that are written over, and were in other groups, leave these.
         for _, target in moves:
             if (slot := layout.slots[target]) is not None and not any(slot == held[:2] for held in written):
                 slot[0].release([slot[1]])
-        new = []
-        for target, state in alone:
-            new.append(grouping.group_of_states(self, [state]))
-            self._add(new[-1], [target], "")
-            written.append((new[-1], 0, target, state[1]["member"]["tag"][0]))
-        for group, place, target, origin in written:
+        for group, place, target in written:
+            if group.is_plain:
+                self._add(group, [target], "")
+            # The name was copied, too.
+            origin = group.table["tag"][place]
             group.table.enter(place, tags[target] or names[target], target)
             group.table.note(place, EventKind.COPY, origin)
         grouping.settle(self, new)
