@@ -93,6 +93,12 @@ def population(**options: Any) -> hf.Population:
     return hf.Population([mlp() for _ in range(3)], **{**defaults, **options})
 
 
+def left(pop: hf.Population) -> hf.Population:
+    """Return a population after its member 1 has left."""
+    pop.stop(1)
+    return pop
+
+
 def stepped(loss: Any = F.cross_entropy, **options: Any) -> Any:
     fused = hf.fuse([mlp() for _ in range(3)])
     return hf.train_step(fused, loss, hf.optim.SGD(fused.parameters()), **options)
@@ -169,6 +175,7 @@ FIXTURES: dict[str, Callable[[], Any]] = {
     "two": lambda: Array(2),
     "opt": lambda: hf.optim.SGD(Array(3).params, lr=[0.1, 0.2, 0.3]),
     "pop": population,
+    "left": lambda: left(population()),
     "ragged": lambda: Ragged([torch.ones(3, 2), torch.ones(1, 2)]),
 }
 
@@ -339,8 +346,8 @@ VALUES = {
     "pop.start(None, mlp(), accumulate=0)": "accumulate=0: at least one call",
     "pop.start(None, mlp(), clip_norm=1.0)": "this population has no clip_norm",
     "pop.start(None, mlp(), scheduler=lambda o: ls.LinearLR(o))": "this population has none",
-    "(pop.stop(1), pop.copy(1, 0))": "row 1 is free",
-    "(pop.stop(1), pop.step(*LOADER[0], rows=[1]))": "row 1 is free",
+    "left.copy(1, 0)": "row 1 is free",
+    "left.step(*LOADER[0], rows=[1])": "row 1 is free",
     "pop.step(*LOADER[0], rows=[])": "is empty",
     "pop.step(*LOADER[0], rows=[1, 1])": "row 1 comes 2 times",
     "pop.step(*LOADER[0], rows=torch.tensor([True, False]))": "is no row",
@@ -364,7 +371,7 @@ VALUES = {
     "pop.best.update([1.0])": "metrics has 1 values for 3 rows",
     "pop.best.update([1.0] * 3, mode='least')": "mode='least'",
     "pop.best.restore(5)": "5 is no row",
-    "(pop.stop(1), pop.best[1])": "row 1 is free",
+    "left.best[1]": "row 1 is free",
     "hf.Patience(-1)": "patience=-1",
     "hf.Patience(1, least=NAN)": "least=nan",
     "population(on_nonfinite='stop')": 'it is "freeze", "raise" or "ignore"',
