@@ -342,7 +342,8 @@ def sample_optimizer(
     The options and hyper-parameters are written as by `optimizer_with`, except where param groups that are chosen by
     the names of a model's parameters would take them.
     """
-    params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
+    # As many as the layers of a model, of which ``optimizer`` may make groups by their places.
+    params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,)) * 16]
     for param in params:
         mark(param, Membership("weight", 1, True))
     sample = optimizer(params)

@@ -138,3 +138,40 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> N
 
     with pytest.raises((ValueError, TypeError, hf.PlanError), match=message):
         chosen.search(2, **{"space": space, "make_model": Free, "loss": F.cross_entropy, "scheduler": None, **options})
+
+
+def by_place(params: Any) -> hf.optim.AdamW:
+    params = list(params)
+    return hf.optim.AdamW([{"params": params[:2], "lr": 0.02}, {"params": params[2:], "weight_decay": 0.0}])
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def test_param_groups_by_the_places_of_parameters() -> None:
+    """A group keeps what it gives itself, and takes the rest from the trial."""
+    loader = [(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)) for _ in range(2)]
+    result = hf.sweep(
+        three_layers,
+        lambda trial: {"weight_decay": trial.suggest_float("weight_decay", 0.1, 0.5)},
+        F.mse_loss,
+        loader,
+        optimizer=by_place,
+        trials=2,
+        epochs=2,
+        processes=0,
+    )
+    model = three_layers()
+    body, head = list(model[0].parameters()), list(model[2].parameters())  # type: ignore[index]
+    groups: list[Any] = [
+        {"params": body, "lr": 0.02, "weight_decay": result.best_trial.params["weight_decay"]},
+        {"params": head, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    for x, y in loader * 2:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(result.best_model.state_dict(), model.state_dict(), rtol=1e-9, atol=1e-11)
