@@ -521,59 +521,32 @@ def main(names: Mapping[str, Any]) -> None:
     print(result.verdict, result.words)
 
 
-# Find a smaller program with the same fault, by leaving out or simplifying lines of its text.
+# Find a smaller program with the same fault, by leaving out lines of its text, or letting statements compute nothing.
 
-LOSS = "out.abs().sin().sum()"
-VALUE = r"\b(?:[xvh]\d+[abc]?|trained)\b"
-SIMPLER = [
-    (r"MEMBERS = \d", "MEMBERS = 1"),
-    (r"MEMBERS = \d", "MEMBERS = 2"),
-    (r"VERIFY = True", "VERIFY = False"),
-    (r"(stacked|grad)=True", r"\1=False"),
-    (r"optim\.\w+\(.*", "optim.SGD(params, lr=0.1)"),
-    (r" +with torch.no_grad\(\):\n    ", ""),
-]
+STATEMENT = r"( +(?:[vh]\d+[abc]?|trained)) = (.*)"
+VALUE = r"\b[xvh]\d+[abc]?\b"
 
 
 def shrink(text: str, faulty: Callable[[str], bool], seconds: float = 300.0) -> str:
     """Return a text for which ``faulty`` still holds, and for none of the smaller ones that can be made of it."""
-    end, tried, before = time.monotonic() + seconds, {text}, ""
+    end, before = time.monotonic() + seconds, ""
     while text != before:
         before, place = text, 0
         while place < len(candidates := list(smaller(text))) and time.monotonic() < end:
-            candidate = candidates[place]
-            if candidate not in tried and faulty(candidate):
-                text = candidate
+            if faulty(candidates[place]):
+                text = candidates[place]
             else:
                 place += 1
-            tried.add(candidate)
     return text
 
 
 def smaller(text: str) -> Iterator[str]:
     """Yield texts with something less. Many of them are no programs, or fail with the members alone."""
-    begin, end = text.index("STEPS = (\n"), text.index("\n\n\ndef call(")
-    if LOSS not in text:
-        # One result, which any value may be.
-        for value in re.findall(rf"^        ({VALUE}) = ", text, re.MULTILINE):
-            whole = text[: text.rindex("\n", 0, end)] + f"\n        return {value}" + text[end:]
-            yield re.sub(r"(def loss.*\n    return ).*", rf"\1{LOSS}", whole)
-    for part in _smaller_parts(text[begin:end]):
-        yield text[:begin] + part + text[end:]
-    yield from (re.sub(pattern, simple, text) for pattern, simple in SIMPLER)
-
-
-def _smaller_parts(text: str) -> Iterator[str]:
-    """Yield the steps and modules of a program without one class, method or statement."""
-    for separator in ("\n\n\n", "\n\n"):
-        parts = text.split(separator)
-        yield from (separator.join([*parts[:k], *parts[k + 1 :]]) for k in range(len(parts)))
     lines = text.splitlines(keepends=True)
-    for begin in reversed(range(len(lines))):
-        for end in range(begin + 1, begin + 5):
-            before, left_out, after = "".join(lines[:begin]), "".join(lines[begin:end]), "".join(lines[end:])
-            yield before + after
-            # What reads the result reads an operand instead.
-            if match := re.search(rf"^ +({VALUE})(?:, \w+)? = ", left_out, re.MULTILINE):
-                for operand in sorted(set(re.findall(VALUE, left_out)) - {match[1]}):
-                    yield before + re.sub(rf"\b{match[1]}\b", operand, after)
+    first, last = (next(k for k, line in enumerate(lines) if line.startswith(s)) for s in ("STEPS = (", "def call("))
+    for begin in reversed(range(first, last)):
+        before = "".join(lines[:begin])
+        yield from (before + "".join(lines[end:]) for end in range(begin + 1, min(begin + 5, last + 1)))
+        if match := re.match(STATEMENT, lines[begin]):
+            operands = set(re.findall(VALUE, match[2])) - {match[2]}
+            yield from (f"{before}{match[1]} = {x}\n{''.join(lines[begin + 1 :])}" for x in sorted(operands))

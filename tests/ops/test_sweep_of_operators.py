@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from tests.ops.sweep import Finding, Pattern, Verdict, cases, document, forms, patterns, sweep, worst
+from tests.ops.sweep import Verdict, cases, forms, sweep
 
 # One or two of every family, and those that needed mending.
 OPERATORS = """
@@ -29,24 +29,3 @@ def test_right_or_refused(name: str) -> None:
         findings = [finding for form in forms([name]) for case in cases(form, 1) for finding in sweep(case, (3,))]
     allowed = {Verdict.NONE, Verdict.RIGHT, Verdict.LOOPED} | ({Verdict.REFUSED} if name in REFUSED else set())
     assert [finding for finding in findings if finding.verdict not in allowed] == []
-
-
-def test_patterns() -> None:
-    assert [p.stacked for p in patterns(2, (3,))] == [(False, False), (True, True), (True, False), (False, True)]
-    assert [str(p) for p in patterns(1, (1, 3))] == [
-        "B=1 all shared",
-        "B=1 all stacked",
-        "B=3 all shared",
-        "B=3 all stacked",
-    ]
-
-
-def test_of_several_samples_the_worst_counts() -> None:
-    right, other = (
-        Finding("add", "function, float64", Pattern(3, (True,)), verdict, "why")
-        for verdict in (Verdict.RIGHT, Verdict.WRONG)
-    )
-    assert worst([right, other, right]) == [other]
-    text = document([right, other], samples=2)
-    assert "0.0% of the pairs" in text
-    assert "## Wrong\n\n- why: add (B=3 all stacked)\n" in text
