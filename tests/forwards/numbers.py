@@ -37,6 +37,29 @@ def numbers(name, act, values=FLOATS, **has):
     NUMBERS(f"number: {name}", lambda self, x: act(self, self.fc(x)), number=values, **has)
 
 
+# Loops by unlike numbers are gathered into one, with their writes in order.
+SLOPES = each(0.1, 0.2, 0.3)
+
+
+@row("loops: before and after a layer", slope=SLOPES, loops=None)
+def around_a_layer(self, x):
+    h = F.leaky_relu(F.leaky_relu(x, self.slope) * 2, self.slope)
+    return F.leaky_relu(F.leaky_relu(self.fc(h), self.slope) + h, self.slope)
+
+
+@row("loops: one BatchNorm on two depths", norm=lambda: nn.BatchNorm1d(4), slope=SLOPES, loops=None)
+def of_two_depths(self, x):
+    deep = self.norm(self.fc(F.leaky_relu(x, self.slope)))
+    return deep - self.norm(F.leaky_relu(x * 3, self.slope))
+
+
+@row("loops: a buffer that is read, written and read again", seen=buffer(), slope=SLOPES, loops=None)
+def read_written_and_read(self, x):
+    before = F.leaky_relu(x - self.seen, self.slope)
+    self.seen += F.leaky_relu(x.detach(), self.slope).mean(0)
+    return F.leaky_relu(before * self.seen, self.slope)
+
+
 def made(make):
     """Return what ``make`` gives for each of the numbers."""
     return each(*map(make, FLOATS))
