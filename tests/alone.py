@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,6 +276,29 @@ class Member:
                 if name in self.before:
                     buffer.copy_(self.before[name])
         self.calls = 0
+
+    def epoch(self, loader: Iterable[Any], *, schedules_steps: bool = False) -> Tensor:
+        """Train an epoch, whose last update may be of fewer calls; return the losses of its calls."""
+        losses = []
+        for inputs, target in loader:
+            value, updated = self.call(inputs, target)
+            losses.append(value)
+            if updated and schedules_steps:
+                self.step_schedule(float(value))
+        if self.calls:
+            self.update()
+            if schedules_steps:
+                self.step_schedule(float(value))
+        return torch.stack(losses)
+
+    def judged(self, loader: Iterable[Any], metric: Callable[..., Any] | None = None) -> float:
+        """Return the loss, or a metric, over all samples of a loader, in eval mode."""
+        self.model.eval()
+        with torch.no_grad():
+            outputs, targets = zip(*((self.model(x), y) for x, y in loader), strict=True)
+        self.model.train()
+        output = pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
+        return float((metric or self.loss)(output, torch.cat(targets)))
 
     def step_schedule(self, metric: float) -> None:
         if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):

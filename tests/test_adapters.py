@@ -395,16 +395,17 @@ def test_weights_are_those_of_the_plain_loop(targets: int) -> None:
     mean, shift = np.average(x, 0, weights), np.average(y, 0, weights)
     scale, spread = (np.sqrt(np.average((a - b) ** 2, 0, weights)) for a, b in ((x, mean), (y, shift)))
     inputs, target = torch.tensor((x - mean) / scale), torch.tensor((y - shift) / spread)
+    make, shares = partial(torch.optim.AdamW, weight_decay=1e-4), torch.tensor(weights / weights.sum())
+
+    def weighed(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target).square().mean(1) * shares).sum()
+
     for member in range(2):
         torch.manual_seed(seed + member)
-        network = nn.Linear(3, targets).double()
-        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=1e-4)
+        network = Member(nn.Linear(3, targets).double(), make, weighed, Own(1e-3))
         for _ in range(4):
-            optimizer.zero_grad()
-            each = (network(inputs) - target).square().mean(1)
-            (each * torch.tensor(weights / weights.sum())).sum().backward()
-            optimizer.step()
-        wanted = network(inputs).detach().numpy() * spread + shift
+            network.call(inputs, target)
+        wanted = network.model(inputs).detach().numpy() * spread + shift
         assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
 
 
@@ -482,10 +483,7 @@ def plain(member: int, loader: Any, accumulate: int = 1) -> nn.Module:
     own = Own(RATES[member], partial(StepLR, step_size=1, gamma=0.5), accumulate, CLIPS[member])
     alone = Member(model, partial(torch.optim.SGD, momentum=0.9), F.cross_entropy, own)
     for _ in range(EPOCHS):
-        for x, y in loader:
-            alone.call(x, y)
-        if alone.calls:
-            alone.update()
+        alone.epoch(loader)
         alone.step_schedule(0.0)
     return model
 

@@ -228,12 +228,6 @@ def test_no_other_file_names_an_accelerator() -> None:
     assert {name for name, names in names_by_file.items() if names} == set(WHY)
 
 
-def test_names_of_accelerators_are_found_in_source() -> None:
-    assert naming("import torch\nx = torch.cuda.Stream()") == ["cuda"]
-    assert naming('"""Of CUDA."""\nx.to("cuda:0")') == ["cuda:0"]
-    assert naming('def f():\n    """cuda"""\n    return 1') == []
-
-
 @pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
 @pytest.mark.filterwarnings("ignore:cannot keep compiled kernels")
 def test_a_library_that_is_not_believed_is_compiled_again(
@@ -467,11 +461,11 @@ def tensors(found: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in found.state_dict().values()]
 
 
-def stepped(kind: str, compiled: bool, folder: Path) -> list[Tensor]:
+def stepped(folder: Path) -> list[Tensor]:
     fused = hf.fuse(models())
-    opt = getattr(hf.optim, kind)(fused.parameters(), lr=[0.1, 0.01, 0.02])
+    opt = hf.optim.AdamW(fused.parameters(), lr=[0.1, 0.01, 0.02])
     schedule = hf.optim.lr_scheduler.PerMember(opt, lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9))
-    step = hf.train_step(fused, F.cross_entropy, opt, compile=compiled)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=True)
     losses = []
     for _ in range(3):
         losses.append(step(X_DEFAULT_DEVICE, Y_DEFAULT_DEVICE))
@@ -492,9 +486,10 @@ def scaled(folder: Path) -> list[Tensor]:
     return tensors(fused)
 
 
-def lived(folder: Path, unlike: bool) -> list[Tensor]:
-    members = [*models(3), *(models(1, 7) if unlike else [])]
-    pop = hf.Population(members, optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy)
+def lived(folder: Path) -> list[Tensor]:
+    pop = hf.Population(
+        [*models(3), *models(1, 7)], optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy
+    )
     losses = [
         pop.step(X_DEFAULT_DEVICE, Y_DEFAULT_DEVICE),
         pop.step(X_DEFAULT_DEVICE, Y_DEFAULT_DEVICE, rows=[0, 2]),
@@ -509,24 +504,18 @@ def lived(folder: Path, unlike: bool) -> list[Tensor]:
     return [*losses, *(tensor for model in kept for tensor in tensors(model))]
 
 
-def trained(folder: Path, saves: bool) -> list[Tensor]:
-    fused = hf.fuse(models())
-    task = hf.Task(
-        fused,
-        F.cross_entropy,
-        lambda p: hf.optim.Adam(p, lr=0.01),
-        [(X_DEFAULT_DEVICE, Y_DEFAULT_DEVICE)] * 3,
-        epochs=2,
-    )
-    report = hf.train([task], MACHINE, checkpoint=folder if saves else None)
+def trained(folder: Path) -> list[Tensor]:
+    fused, loader = hf.fuse(models()), [(X_DEFAULT_DEVICE, Y_DEFAULT_DEVICE)] * 3
+    task = hf.Task(fused, F.cross_entropy, lambda p: hf.optim.Adam(p, lr=0.01), loader, epochs=2)
+    report = hf.train([task], MACHINE, checkpoint=folder)
     return [report["task"].losses, *tensors(fused)]
 
 
 WAYS: dict[str, Callable[[Path], list[Tensor]]] = {
-    "compiled": lambda folder: stepped("AdamW", True, folder),
+    "compiled": stepped,
     "scaler": scaled,
-    "population of different models": lambda folder: lived(folder, True),
-    "train with saves": lambda folder: trained(folder, True),
+    "population of different models": lived,
+    "train with saves": trained,
 }
 
 

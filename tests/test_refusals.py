@@ -162,6 +162,7 @@ class Sizes(nn.Linear):
 
 ONE, WIDTHS = mlp(), itertools.count(2)
 LOADER = [(torch.ones(2, 4), torch.tensor([0, 1]))]
+MACHINE = hf.Machine([hf.Device("cpu", memory="1GiB")])
 # What lines name besides what this file defines.
 NAMES: dict[str, Any] = {
     "ComputeRates": ComputeRates, "DataLoader": DataLoader, "F": F, "Parameter": Parameter,
@@ -228,6 +229,7 @@ FUSE = {
     "fused.append([mlp().eval()])": "train mode in model 0",
     "fused.append(partly_shared()[:2])": "is one object in",
     "setattr(fused, '0', nn.Linear(4, 4))": "setting 0 on a fused Sequential",
+    "setattr(hf.fuse([nn.Sequential(nn.Dropout())]).get_submodule('0'), 'p', 0.0)": "setting p on a fused Drop",
     "setattr(fused, 'extra', nn.Linear(2, 2))": "extra, added to a fused Sequential, would have no effect",
     "setattr(fused.get_submodule('0'), 'bias', None)": r"bias of a fused Linear is of shape .*become No",
     "setattr(fused.get_submodule('0'), 'bias', Parameter(torch.ones(4)))": r"cannot become of shape \(4,\)",
@@ -423,6 +425,15 @@ VALUES = {
 }
 
 PLANS = {
+    "hf.Cluster(MACHINE, max_failures=-1)": "max_failures=-1",
+    "hf.Cluster(MACHINE, num_cpus=2)": "num_cpus is of Ray's nodes",
+    "hf.Cluster(MACHINE, timeout=5)": "timeout is of Ray's nodes",
+    "hf.Cluster(timeout=-1.0)": r"timeout=-1\.0: give seconds",
+    "hf.Cluster(devices=0, num_gpus=1)": "devices=0: give a whole number",
+    "hf.Cluster(devices=2)": "devices=2: also give what each device needs",
+    "hf.train(task(), hf.Cluster(MACHINE), plan=hf.plan(task(), MACHINE))": "plan is for one process on an hf",
+    "hf.train(task(), hf.Cluster(MACHINE), processes=2)": r"processes is for an hf\.Machine",
+    "hf.train(task(), MACHINE, processes=3)": "processes=3 for 1 devices: give 1, or one per device",
     "hf.Device('cpu', memory='8 gigs')": 'is no positive number of bytes: write it as "8GiB"',
     "hf.Device('cpu', memory='-1GiB')": "'-1GiB' is no positive number of bytes",
     "hf.Device('cpu', memory='1e9')": "'1e9' is no positive number of bytes",

@@ -343,23 +343,13 @@ def best(walk: Walk) -> None:
 
 def _best_of_epochs(walk: Walk, client: Resident) -> None:
     *batches, judge = walk.batches(3)
-    judges = [judge]
-    loader, judged = ([(one.inputs, one.target) for one in many] for many in (batches, judges))
+    loader, judged = ([(one.inputs, one.target) for one in many] for many in (batches, [judge]))
     report = client.train(client.task(loader, epochs=3, eval_loader=judged, restore_best=True))
     for row, member in enumerate(walk.members):
         scores, states = [], []
         for _ in range(3):
-            for index, batch in enumerate(batches, 1):
-                value, updated = member.call(*batch.parts[row])
-                if index == len(batches) and member.calls:
-                    member.update()
-                    updated = True
-                if updated:
-                    member.step_schedule(float(value))
-            member.model.eval()
-            with torch.no_grad():
-                scores.append(float(loss(member.model(judges[0].parts[row][0]), judges[0].parts[row][1])))
-            member.model.train()
+            member.epoch((batch.parts[row] for batch in batches), schedules_steps=True)
+            scores.append(member.judged([judge.parts[row]]))
             states.append(copy.deepcopy(member.model.state_dict()))
         close(report.eval_losses[:, 0, row], list(torch.tensor(scores, dtype=torch.float64)), "evaluations")
         member.model.load_state_dict(states[scores.index(min(scores))])

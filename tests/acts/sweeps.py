@@ -11,7 +11,6 @@ from typing import Any
 import optuna
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from tests.acts.acts import CutError
@@ -128,20 +127,8 @@ class Sweep:
         member = Member(model, self.setup.maker(0.1, alone=True), loss, own)
         for epoch in range(epochs):
             torch.manual_seed(SEED + trial.user_attrs["hfusion:round"] + epoch)
-            for x, y in Loader(self.setup.entry):
-                value, updated = member.call(x, y)
-                if updated and "every step" in self.acts:
-                    member.step_schedule(float(value))
-            if member.calls:
-                member.update()
-                if "every step" in self.acts:
-                    member.step_schedule(float(value))
-            model.eval()
-            with torch.no_grad():
-                outputs, targets = zip(*((model(x), y) for x, y in self.judges()), strict=True)
-            model.train()
-            output = pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)
-            found.append(float(loss(output, torch.cat(targets))) * (2 if self.with_metric else 1))
+            member.epoch(Loader(self.setup.entry), schedules_steps="every step" in self.acts)
+            found.append(member.judged(self.judges()) * (2 if self.with_metric else 1))
             if "every step" not in self.acts:
                 member.step_schedule(found[-1])
         return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
 from hfusion.core.membership import membership
-from tests.alone import close, compare_call, normal
+from tests.alone import Member, Own, close, compare_call, normal
 from tests.array.test_fuse import Adapted, base
 
 
@@ -203,16 +203,9 @@ def test_a_slice_trains_its_members_in_place(rows: slice) -> None:
     assert len(part) == len(chosen)
     opt = hf.optim.Adam(part.parameters(), lr=[0.1 * (b + 1) for b in chosen])
     step = hf.train_step(part, nn.functional.mse_loss, opt, compile=False)
-    own = [models[b] for b in chosen]
-    opts = [torch.optim.Adam(m.parameters(), lr=0.1 * (b + 1)) for b, m in zip(chosen, own, strict=True)]
+    own = [Member(models[b], torch.optim.Adam, nn.functional.mse_loss, Own(0.1 * (b + 1))) for b in chosen]
     for _ in range(3):
-        losses = step(x, y)
-        for b, (model, opt_of_one) in enumerate(zip(own, opts, strict=True)):
-            opt_of_one.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            opt_of_one.step()
-            close(losses[b], [loss], "loss")
+        close(step(x, y), [member.call(x, y)[0] for member in own], "losses")
     for name, tensor in array.state_dict().items():
         stacked = name not in array._array.comparison.shared
         for b in range(5):

@@ -164,15 +164,6 @@ def test_hooks() -> None:
         part(normal(5, 4))
 
 
-def test_settings_that_would_do_nothing_are_refused() -> None:
-    array = hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2)])
-    with pytest.raises(hf.FusionError, match=r"setting p on a fused Dropout .* unfuse"):
-        array.get_submodule("1").p = 0.0
-    with pytest.raises(hf.FusionError, match="setting 0 on a fused Sequential"):
-        setattr(array, "0", nn.Linear(4, 4))
-    array.note = "free"
-
-
 class Named(nn.Module):
     """Submodules and tensors under the names that a fused module uses itself."""
 
@@ -293,14 +284,6 @@ def test_methods_are_captured_each_and_loop_where_they_keep_state() -> None:
     array.checked(x)
     with pytest.raises(ValueError, match="not a number"):
         array.checked(x * torch.nan)
-
-
-def test_unknown_and_unsupported_methods_raise() -> None:
-    array = hf.fuse(agents())
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        array.nothing  # noqa: B018
-    with pytest.raises(hf.FusionError, match=r"Agent has no method to of its own that computes; it has _again, act"):
-        array.call("to", torch.ones(2, 4))
 
 
 def test_a_class_without_forward() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hfusion as hf
+from tests.alone import Member, Own
 
 MEMBERS = 4
 Make = Callable[[], nn.Module]
@@ -213,7 +215,8 @@ def test_a_population_hears_its_members() -> None:
     fused, models = pair()
     make = lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
     pop = hf.Population(fused, optimizer=make, loss=nn.functional.mse_loss, clip_norm=0.5, compile=False)
-    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    make_alone = partial(torch.optim.SGD, momentum=0.9)
+    alone = [Member(model, make_alone, nn.functional.mse_loss, Own(0.1, norm=0.5)) for model in models]
     assert pop.models[1] is pop.models[1] is fused[1]
     assert pop.models[-1] is fused[3]
     for model in (pop.models[2], models[2]):
@@ -223,13 +226,7 @@ def test_a_population_hears_its_members() -> None:
         model.get_submodule("out").register_forward_hook(double)
     for _ in range(2):
         losses = pop.step(inputs(), inputs(1))
-        for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
-            member_optimizer.zero_grad()
-            value = nn.functional.mse_loss(model(inputs()), inputs(1))
-            value.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            member_optimizer.step()
-            close(loss, value.detach(), "loss")
+        close(losses, torch.stack([member.call(inputs(), inputs(1))[0] for member in alone]), "losses")
     for member, expected in zip(fused, models, strict=True):
         for key, value in expected.state_dict().items():
             close(member.state_dict()[key], value, key)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import hfusion as hf
-from tests.alone import compare_call, normal
+from tests.alone import Member, Own, compare_call, normal
 
 Make = Callable[[], nn.Module]
 Change = Callable[[Any], object]
@@ -396,19 +396,15 @@ def test_attributes_set_at_every_step(kind: str, compiled_step: bool) -> None:
     batches = [torch.randn(5, 3, dtype=torch.float64, generator=generator) for _ in range(STEPS)]
     target = torch.zeros(5, 2, dtype=torch.float64)
     optimizer = hf.optim.Adam(fused.parameters(), lr=1e-2)
-    own = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+    own = [Member(model, torch.optim.Adam, nn.functional.mse_loss, Own(1e-2)) for model in models]
     step = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=False if not compiled_step else None)
     for t, x in enumerate(batches):
         for b, member in enumerate(fused):
             STATE_CHANGES[kind](member, b, t)
         losses = step(x, target)
-        for b, (model, optim) in enumerate(zip(models, own, strict=True)):
-            STATE_CHANGES[kind](model, b, t)
-            optim.zero_grad()
-            loss = nn.functional.mse_loss(model(x), target)
-            loss.backward()
-            optim.step()
-            torch.testing.assert_close(losses[b], loss, rtol=1e-9, atol=1e-12)
+        for b, member in enumerate(own):
+            STATE_CHANGES[kind](member.model, b, t)
+            torch.testing.assert_close(losses[b], member.call(x, target)[0], rtol=1e-9, atol=1e-12)
     for model, member in zip(models, fused.unfuse(), strict=True):
         torch.testing.assert_close(member.state_dict(), model.state_dict(), rtol=1e-9, atol=1e-12)
         assert {k: v for k, v in vars(member).items() if k in ("alpha", "tag", "epoch", "weights", "flag")} == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from tests.alone import Member, Own, compare_tensors
 
 # Batches of different sizes: each member's outputs, losses, gradients and buffers are those of the member alone.
 SIZES = [3, 5, 64, 5]
@@ -90,23 +92,18 @@ def check(make: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Any,
     models = [make() for _ in sizes]
     fused = hf.fuse(models)
     opt = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
-    opts = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    members = [Member(model, partial(torch.optim.SGD, momentum=0.9), loss, Own(0.1)) for model in models]
     step = hf.train_step(fused, loss, opt, compile=True)
     for shift in range(3):
         rotated = sizes[shift:] + sizes[:shift]
         xs, ts = [batch(n) for n in rotated], [torch.randint(3, (n,)) for n in rotated]
         losses = step(hf.stacked(xs), hf.stacked(ts))
-        for b, (model, optimizer) in enumerate(zip(models, opts, strict=True)):
-            optimizer.zero_grad()
-            value = loss(model(xs[b]), ts[b])
-            value.backward()
-            optimizer.step()
-            close(losses[b], value.detach(), f"loss of {b}")
-            for name, parameter in model.named_parameters():
+        for b, member in enumerate(members):
+            close(losses[b], member.call(xs[b], ts[b])[0], f"loss of {b}")
+            for name, parameter in member.model.named_parameters():
                 if parameter.grad is not None:
                     close(fused.get_parameter(name).grad[b], parameter.grad, f"gradient of {name} of {b}")  # type: ignore[index]
-            for name, tensor in model.state_dict().items():
-                close(fused.state_dict()[name][b], tensor, f"{name} of {b}")
+        compare_tensors(fused, models, "after the step")
     return fused
 
 
@@ -318,15 +315,12 @@ def test_twenty_steps_and_an_evaluation_of_a_population(norm: list[nn.Module], a
         nn.init.normal_(model[0].weight)
     options = {"loss": F.cross_entropy, "accumulate": accumulate}
     pop = hf.Population(models, optimizer=lambda params: hf.optim.Adam(params, lr=0.01), **options)
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-    for step in range(20):
+    members = [Member(m, torch.optim.Adam, F.cross_entropy, Own(0.01, accumulate=accumulate)) for m in models]
+    for _ in range(20):
         xs, ts = [torch.randn(n, 4) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
         pop.step(hf.stacked(xs), hf.stacked(ts))
-        for model, optimizer, x, t in zip(models, optimizers, xs, ts, strict=True):
-            (F.cross_entropy(model(x), t) / accumulate).backward()
-            if step % accumulate == accumulate - 1:
-                optimizer.step()
-                optimizer.zero_grad()
+        for member, x, t in zip(members, xs, ts, strict=True):
+            member.call(x, t)
     for b, model in enumerate(models):
         for key, tensor in model.state_dict().items():
             close(pop.models[b].state_dict()[key], tensor, key)

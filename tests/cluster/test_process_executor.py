@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import csv
+import enum
+import inspect
 import multiprocessing
 import os
 import re
@@ -151,22 +152,14 @@ def with_slow(act: str, at: int, mark: Path, callback: Any = None, always: bool 
 
 
 def test_who_is_killed_loses_an_interval_at_most(tmp_path: Path, temporary: Path) -> None:
-    """In the ninth minibatch of twelve. Callbacks, loggers and logs have each result once."""
+    """In the ninth minibatch of twelve. Callbacks and logs have each result once."""
     before, heard, results = shared_memory(), list[Any](), list[Any]()
     expected = alone(tmp_path)
     torch.manual_seed(1)
     cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
-    with hf.MemberLogger(csv=tmp_path / "log.csv") as logger:
-
-        def log(event: Any) -> None:
-            heard.append(event)
-            if isinstance(event, hf.Step):
-                names = [f"{event.task} {member}" for member in event.members]
-                logger.log(names, event.epoch * 4 + event.step, loss=event.losses)
-
-        failing = with_slow("kill", 100, tmp_path / "mark", log)
-        options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 5, "on_result": results.append}
-        report = hf.train(failing, cluster, **options)
+    failing = with_slow("kill", 100, tmp_path / "mark", heard.append)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 5, "on_result": results.append}
+    report = hf.train(failing, cluster, **options)
     assert_same(report, expected)
     assert nothing_left(temporary, before)
     steps = [event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"]
@@ -176,16 +169,6 @@ def test_who_is_killed_loses_an_interval_at_most(tmp_path: Path, temporary: Path
     again = {span.step for span in report.timeline.actions if span.task == "plain" and span.act is Act.FORWARD}
     # The ninth minibatch is read while the eighth is trained. Of what was heard only the fifth has been saved.
     assert min(again) >= 5
-    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
-    assert sorted((row["member"], int(row["step"])) for row in rows) == sorted(
-        (f"{event.task} {member}", event.epoch * 4 + event.step)
-        for event in heard
-        if isinstance(event, hf.Step)
-        for member in event.members
-    )
-    for row in rows:
-        name, member = row["member"].split()
-        assert float(row["value"]) == float(expected[name].losses[int(row["step"]), int(member)])
     logged = read_events(tmp_path / "saves/logs/arrays/plain.log")
     names = [event.event for event in logged]
     assert (names[0], names[-1]) == ("started", "finished")
@@ -276,18 +259,131 @@ def test_an_array_with_its_optimizer_is_trained_in_place(tmp_path: Path) -> None
             assert torch.equal(opt.state[param][name], value)
 
 
-def test_a_cluster_refuses_wrong_arguments(tmp_path: Path) -> None:
-    single_machine = machine(tmp_path, 1)
-    refused: list[tuple[Any, dict[str, Any], str]] = [
-        (single_machine, {"max_failures": -1}, "max_failures=-1"),
-        (single_machine, {"num_cpus": 2}, "num_cpus is of Ray's nodes"),
-        (single_machine, {"timeout": 5}, "timeout is of Ray's nodes"),
-        (None, {"timeout": -1.0}, r"timeout=-1\.0: give seconds"),
-        (None, {"devices": 0, "num_gpus": 1}, "devices=0: give a whole number"),
-        (None, {"devices": 2}, "devices=2: also give what each device needs"),
-    ]
-    for where, options, message in refused:
-        with pytest.raises(hf.PlanError, match=message):
-            hf.Cluster(where, **options)
-    with pytest.raises(hf.PlanError, match=r"plan is for one process on an hf\.Machine"):
-        hf.train(tasks(), hf.Cluster(single_machine), plan=hf.plan(tasks(), single_machine))
+# Objects from another process come back with the classes and functions of this one.
+cloudpickle = pytest.importorskip("cloudpickle")
+
+from hfusion.cluster.messages import pack, unpack  # noqa: E402
+from hfusion.device.worker_process import Failure, pack_message, unpack_message  # noqa: E402
+
+
+class Refused(Exception):
+    """Is made with other arguments than its message."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"refused with {code}")
+
+
+class Known(Exception):
+    pass
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.color = nn.Linear(2, 2), Color.RED
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def copied(name: str) -> Any:
+    """A second class or function of this module with this name, as another process has that was sent it by value."""
+    space = dict(globals())
+    exec(inspect.getsource(space[name]), space)
+    return space[name]
+
+
+@pytest.mark.parametrize("name", ["Held", "Color", "doubled"])
+def test_classes_and_functions_come_back_as_those_of_this_process(name: str) -> None:
+    received, original = copied(name), globals()[name]
+    assert received is not original
+    assert unpack_message(pack_message(received)) is original
+
+
+def test_objects_come_back_with_the_classes_of_this_process() -> None:
+    sent = copied("Held")()
+    sent.color = copied("Color").RED
+    back = unpack_message(pack_message(sent))
+    assert type(back) is Held
+    assert back.color is Color.RED
+    assert torch.equal(back.linear.weight, sent.linear.weight)
+
+
+def test_a_function_that_this_process_lacks_is_an_error() -> None:
+    def local() -> None:
+        pass
+
+    with pytest.raises(AttributeError, match="<locals>"):
+        unpack_message(pack_message(local))
+
+
+def local_error() -> Exception:
+    class Local(Exception):
+        pass
+
+    return Local("no")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (KeyError("no"), KeyError, "'no'"),
+        (hf.PlanError("no"), hf.PlanError, "no"),
+        (copied("Known")("no"), Known, "no"),
+        (Refused(3), hf.HFusionError, "Refused: refused with 3"),
+        (local_error(), hf.HFusionError, "Local: no"),
+        (ValueError(threading.Lock()), hf.HFusionError, "ValueError: <unlocked"),
+    ],
+    ids=["builtin", "package", "script", "other arguments", "local", "lock"],
+)
+def test_errors_come_back_with_their_traceback(error: Exception, kind: type[Exception], text: str) -> None:
+    back: BaseException = unpack_message(pack_message(Failure(error))).error_of("a process")
+    assert type(back) is kind
+    assert str(back).startswith(text)
+    assert back.__notes__[-1].startswith("in a process:\n")
+
+
+def tensors() -> dict[str, Tensor]:
+    base = torch.arange(12.0).reshape(3, 4)
+    marked = nn.Parameter(base.clone())
+    marked.no_decay = True  # type: ignore[attr-defined]
+    return {
+        "plain": base.clone(),
+        "trained": base.clone().requires_grad_(),
+        "parameter": nn.Parameter(base.clone()),
+        "frozen": nn.Parameter(base.clone(), requires_grad=False),
+        "marked": marked,
+        "number": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "part": base[1:],
+        "transposed": base.t(),
+        "expanded": torch.zeros(1, 4).expand(3, 4),
+        "half": base.to(torch.bfloat16),
+        "whole": torch.tensor([[1, -2]]),
+        "truth": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+@pytest.mark.parametrize(
+    "sent", [lambda value: unpack(pack("it", value, {})), lambda value: unpack_message(pack_message(value))]
+)
+def test_tensors_are_what_they_were(name: str, sent: Any) -> None:
+    tensor = tensors()[name]
+    first, second = sent([tensor, tensor])
+    assert first is second
+    assert type(first) is type(tensor)
+    assert torch.equal(first, tensor)
+    for attribute in ("dtype", "shape", "requires_grad"):
+        assert getattr(first, attribute) == getattr(tensor, attribute)
+    assert first.stride() == tensor.stride()
+    assert vars(first) == vars(tensor)
+    with torch.no_grad():
+        first.untyped_storage().fill_(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.step.memory_budget import block_bytes, state_bytes
+from tests.alone import Member, Own
 
 # Members that step by themselves, with updates of their own numbers of calls: each equals that model alone.
 DOUBLE = torch.float64
@@ -196,11 +198,7 @@ def test_members_with_loaders_of_their_own_equal_members_alone(kind: str) -> Non
     # Three for each epoch of the longest loader, and one for the third epoch of the smallest one.
     assert calls == 7
     for row, (model, loader) in enumerate(zip(alone, loaders, strict=True)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for x, y in loader * epochs[row]:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        Member(model, torch.optim.AdamW, F.cross_entropy, Own(0.01)).epoch(loader * epochs[row])
         member = pop.models[row]
         assert member is not None
         for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
@@ -244,17 +242,13 @@ def test_members_train_as_alone(size: int, accumulate: Any) -> None:
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
     pop = population(models, memory_for(models, x, size, 0 if accumulate == 1 else 1), accumulate=accumulate)
     calls = [accumulate] * 5 if isinstance(accumulate, int) else accumulate
-    opts = [torch.optim.Adam(m.parameters(), lr=lr, eps=1e-4) for m, lr in zip(alone, RATES, strict=True)]
+    owns = [Own(lr, accumulate=count, norm=CLIP) for lr, count in zip(RATES, calls, strict=True)]
+    make = partial(torch.optim.Adam, eps=1e-4)
+    members = [Member(model, make, F.mse_loss, own) for model, own in zip(alone, owns, strict=True)]
     for step in range(6):
         losses = pop.step(x + step, y)
-        for b, (model, opt) in enumerate(zip(alone, opts, strict=True)):
-            loss = F.mse_loss(model(x + step), y)
-            (loss / calls[b]).backward()
-            torch.testing.assert_close(losses[b], loss.detach(), rtol=1e-9, atol=0)
-            if (step + 1) % calls[b] == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                opt.step()
-                opt.zero_grad()
+        expected = torch.stack([member.call(x + step, y)[0] for member in members])
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     for b, model in enumerate(alone):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(pop.fused.state_dict()[name][b], value, rtol=1e-9, atol=1e-11)

@@ -153,21 +153,6 @@ def test_a_save_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytes
         hf.Population.load(tmp_path, Net, **OPTIONS)
 
 
-def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:
-    pop = population(2)
-    with pytest.raises(
-        hf.CheckpointError, match=r"extra/0/what is of class builtins.function, which only code can make"
-    ):
-        pop.save(tmp_path, extra=[{"what": lambda: None}])
-    assert list(tmp_path.iterdir()) == []
-    values = {1: "a", (2, 3): {4.0}, "~": b"\x00\xff", "n": [None, True, -math.inf, np.float32(1.5), np.arange(3)]}
-    pop.save(tmp_path, extra=values)
-    loaded = hf.load(tmp_path, pop.fused).extra
-    assert {key: loaded[key] for key in loaded if key != "n"} == {key: values[key] for key in values if key != "n"}
-    assert loaded["n"][:4] == [None, True, -math.inf, 1.5]
-    assert loaded["n"][4].tolist() == [0, 1, 2]
-
-
 def two_groups(params: Any) -> hf.optim.AdamW:
     first, *others = params
     return hf.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from operator import attrgetter
 from random import Random
 
-from hfusion.schedule.plan import Plan, TaskPlan
+from hypothesis import strategies as st
+
+from hfusion.schedule.plan import Plan, Shard, TaskPlan
 from hfusion.schedule.policy import POLICIES, Candidate, Policy, best
-from tests.shards import task
 
 MIXES = ("homogeneous", "heterogeneous")
 GIB = 2**30
@@ -17,26 +18,17 @@ RATE = 8.0 * GIB
 UNITS = 100_000
 
 
-def random(seed: int) -> Policy:
-    """A policy that gives every unit a priority drawn from ``seed``."""
-
-    def drawn(candidate: Candidate) -> float:
-        return _mix(_mix(_mix(seed) ^ candidate.task) ^ candidate.unit)
-
-    return Policy("random", "a priority drawn anew for each unit", drawn, best)
-
-
-def _mix(value: int) -> int:
-    """Scatter 64 bits: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return value ^ (value >> 31)
+def drawn(candidate: Candidate) -> float:
+    """A priority as if it were drawn for each unit: hashes of numbers are the same in every process."""
+    return float(hash((candidate.task, candidate.unit)))
 
 
 COMPARED: dict[str, Policy] = POLICIES | {
     policy.name: policy
-    for policy in (Policy("round-robin", "the task that has waited longest", attrgetter("since"), best), random(0))
+    for policy in (
+        Policy("round-robin", "the task that has waited longest", attrgetter("since"), best),
+        Policy("random", "a priority drawn anew for each unit", drawn, best),
+    )
 }
 
 
@@ -69,3 +61,87 @@ def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> 
     values = {kind: size // part for kind, part in sizes.items()}
     values |= {phase: shard_seconds * share for phase, share in shares.items()}
     return task(name, count, steps, resident=resident, **values)
+
+
+# Plans to test with: small ones that hypothesis draws, and plain ones with round numbers.
+SIZES = st.integers(0, 20)
+SECONDS = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
+
+
+def shard(index: int, **values: float) -> Shard:
+    """A shard with a byte of each kind and a second each way, where ``values`` say nothing else."""
+    sizes = dict.fromkeys(
+        ("weights", "gradients", "optimizer", "activations", "workspace", "boundary"), 1
+    ) | dict.fromkeys(("forward", "backward", "step"), 1.0)
+    made = sizes | values
+    peak = sum(made[name] for name in ("gradients", "activations", "workspace"))
+    return Shard(index, index, index + 1, **({"peak": peak} | made))  # type: ignore[arg-type]
+
+
+def task(
+    name: str,
+    count: int = 1,
+    steps: int = 1,
+    *,
+    resident: bool | None = None,
+    epoch: int | None = None,
+    accumulate: int = 1,
+    clipped: bool = False,
+    evaluated: int = 0,
+    kept: bool = False,
+    save_every: int | None = None,
+    growth: float = 1.0,
+    **values: float,
+) -> TaskPlan:
+    """A task of ``count`` equal shards; the last has no boundary. One of a single shard is resident by default."""
+    shards = [shard(index, **values) for index in range(count - 1)]
+    last = shard(count - 1, **(values | {"boundary": 0}))
+    settings = {
+        "epoch": epoch,
+        "accumulate": accumulate,
+        "clipped": clipped,
+        "evaluated": evaluated,
+        "keeps_last_shard": kept,
+    }
+    settings |= {"save_every": save_every, "growth": growth}
+    return TaskPlan(name, (*shards, last), steps, count == 1 if resident is None else resident, **settings)  # type: ignore[arg-type]
+
+
+@st.composite
+def parts(draw: st.DrawFn, index: int) -> Shard:
+    """Any small shard."""
+    fields = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", "boundary")
+    sizes = {field: draw(SIZES) for field in fields}
+    seconds = {field: draw(SECONDS) for field in ("forward", "backward", "step")}
+    return Shard(index, index, index + 1, **sizes, **seconds, frozen=draw(st.integers(0, sizes["weights"])))
+
+
+@st.composite
+def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
+    """Any small task: plain, clipped, with gradients summed over minibatches, with epochs, with evaluations."""
+    resident = draw(st.booleans())
+    shards = tuple(draw(parts(index)) for index in range(1 if resident else draw(st.integers(1, 4))))
+    epochs, epoch = draw(st.sampled_from([(1, None), (1, 2), (2, 1), (2, 2), (1, 3)]))
+    return TaskPlan(
+        name,
+        shards,
+        steps=epochs * (epoch or draw(st.integers(1, 3))),
+        resident=resident,
+        epoch=epoch,
+        accumulate=draw(st.integers(1, 3)),
+        clipped=draw(st.booleans()),
+        evaluated=draw(st.sampled_from([0, 0, 1, 2])),
+        keeps_last_shard=draw(st.booleans()),
+        save_every=draw(st.sampled_from([None, None, 1, 2, 3])),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any small plan: the first device is at least as large as the largest task needs, the others are any."""
+    made = tuple(draw(tasks(f"task{number}")) for number in range(draw(st.integers(1, 6))))
+    need = max(each.device_bytes for each in made)
+    budgets = [need + draw(st.integers(0, 60))]
+    budgets += [draw(st.integers(0, 2 * need)) for _ in range(draw(st.integers(0, 3)))]
+    rates = st.sampled_from([1.0, 30.0, 1e9])
+    return Plan(made, {f"d{n}": budget for n, budget in enumerate(budgets)}, draw(rates), draw(rates))

@@ -18,8 +18,7 @@ from hfusion.schedule.engine import simulate
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Policy, State
 from hfusion.schedule.timeline import Span, Timeline, TimelineError
-from tests.schedule.compared import COMPARED, MIXES, plan_of
-from tests.shards import plans, task
+from tests.schedule.compared import COMPARED, MIXES, plan_of, plans, task
 
 PLAN = Plan((task("a", steps=2), task("b", 2, steps=2, resident=False)), {"d": 25, "e": 20}, 1.0, 1.0)
 LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT, SAVE = Act

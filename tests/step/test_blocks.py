@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,41 +22,12 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.train_step import TrainStep
-from tests.step.test_train_step import ATTENTION, TINY, Pair, arrays, batch, loss_of, needs_compiler
-from tests.zoo import Model, normal
+from tests.alone import Member, Own
+from tests.step.test_train_step import adam, needs_compiler
+from tests.zoo import normal
 
 
 # Steps in parts, on threads: the same bits as one part after the other.
-def adam(array: hf.FusedModule) -> hf.optim.Adam:
-    return hf.optim.Adam(array.parameters(), lr=[0.01 * (1 + row) for row in range(len(array))], eps=1e-4)
-
-
-def parted(model: Model, count: int, parts: int) -> Pair:
-    fused, reference = arrays(model, count)
-    step = hf.train_step(fused, loss_of, adam(fused), parts=parts, compile=True)
-    return Pair(step, fused, reference, hf.per_model(loss_of), adam(reference))
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "model",
-    [
-        TINY,
-        ATTENTION,
-    ],
-    ids=str,
-)
-def test_parts_equal_the_loop(model: Model) -> None:
-    """Blocks of unequal sizes, other numbers of samples, loaded state, other rates."""
-    comparison = parted(model, 5, 2)
-    for step, size in enumerate([4, 4, 3, 3, 5, 5]):
-        comparison.advance(*batch(model, size), f"after step {step}")
-    comparison.load_ones([0.3, 0.2, 0.1, 0.4, 0.5])
-    comparison.advance(*batch(model, 4), "after loading, at other rates")
-    (row,) = comparison.step.report().rows
-    assert row.how.endswith("for 3 and 2 members, called once per block, on 2 threads"), row.how
-
-
 def classifier(count: int, **settings: Any) -> Any:
     """A step of members alike in all but their weights, with BatchNorm; B programs of one block each would be slow."""
     torch.manual_seed(1)
@@ -183,8 +156,9 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     options = {} if case.optimizer == "SGD" else {"eps": EPS}
     rates = [0.02 * (b + 1) for b in range(5)]
     opt = getattr(hf.optim, case.optimizer)(fused.parameters(), lr=rates, **options)
-    kind = getattr(torch.optim, case.optimizer)
-    opts = [kind(model.parameters(), lr=lr, **options) for model, lr in zip(alone, rates, strict=True)]
+    make, norm = partial(getattr(torch.optim, case.optimizer), **options), 0.05 if case.clip else math.inf
+    owns = [Own(lr, norm=norm) for lr in rates]
+    members = [Member(model, make, memory_budget_loss_of, own) for model, own in zip(alone, owns, strict=True)]
     if case.clip:
         opt.register_step_pre_hook(lambda *_: clip(fused))
 
@@ -199,15 +173,7 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     for size in (6, 6, 5, 6):
         xs, target = draw(size), torch.rand(size, dtype=torch.float64)
         losses = step(inputs(xs), target)
-        expected = []
-        for model, other, x in zip(alone, opts, xs, strict=True):
-            other.zero_grad()
-            loss = memory_budget_loss_of(model(x), target)
-            loss.backward()
-            if case.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            other.step()
-            expected.append(loss.detach())
+        expected = [member.call(x, target)[0] for member, x in zip(members, xs, strict=True)]
         torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-9, atol=1e-11)
     for name, stack in fused.state_dict().items():
         reference = torch.stack([model.state_dict()[name] for model in alone])

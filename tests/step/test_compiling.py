@@ -194,22 +194,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hfusion"
 
 
-def program_cache_made() -> TrainStep:
-    torch.manual_seed(0)
-    fused = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)) for _ in range(2)])
-    return hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
-
-
-def trained(step: TrainStep) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    sizes = [4, 4, 6, 3]
-    return [step(torch.randn(n, 4, generator=generator), torch.zeros(n, dtype=torch.long)) for n in sizes]
-
-
 @needs_compiler
 def test_a_second_step_finds_what_the_first_has_compiled(folder: Path) -> None:
-    first, second = program_cache_made(), program_cache_made()
-    losses = [trained(first), trained(second)]
+    first, second = made(compile=True), made(compile=True)
+    losses = [advance(first, 4), advance(second, 4)]
     assert (first.compilations, second.compilations) == (1, 0)
     assert str(first.report()) == str(second.report())
     for expected, actual in zip(*losses, strict=True):
@@ -221,9 +209,9 @@ def test_a_second_step_finds_what_the_first_has_compiled(folder: Path) -> None:
     # A library that was damaged is not loaded, but compiled again.
     (library,) = (path for path in programs if path.suffix == ".so")
     library.write_bytes(library.read_bytes()[:-1])
-    third = program_cache_made()
+    third = made(compile=True)
     with pytest.warns(UserWarning, match="made anew"):
-        losses.append(trained(third))
+        losses.append(advance(third, 4))
     assert third.compilations == 1
     for expected, actual in zip(losses[0], losses[2], strict=True):
         assert torch.equal(expected, actual)

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,13 +20,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hfusion as hf
 from hfusion.core.errors import PlanError, SpillError
 from hfusion.schedule.plan import Plan
+from hfusion.tasks.reading import Reader, end_workers, reading
 from hfusion.tasks.task import Step
-from tests.trained import BATCHES, EPOCHS, Way, assert_same, batches, fused, machine, plain, planned, task
+from tests.trained import BATCHES, EPOCHS, Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Broken:
     """A loader that says it is as long as any, and does something else at minibatch ``at`` of the second epoch."""
 
     at: int
-    act: Callable[[Pair], Pair | None]
+    act: Callable[[Pair], Pair]
     epochs: list[None]
 
     def __len__(self) -> int:
@@ -42,10 +45,7 @@ class Broken:
         self.epochs.append(None)
         for index, pair in enumerate(LOADER):
             # Planning reads the first minibatch.
-            minibatch = self.act(pair) if len(self.epochs) > 2 and index == self.at else pair
-            if minibatch is None:
-                return
-            yield minibatch
+            yield self.act(pair) if len(self.epochs) > 2 and index == self.at else pair
 
 
 # Small arrays for runs that fail, what the plain loop makes of them, and what a run may not leave behind.
@@ -57,8 +57,6 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Small(nn.Module):
-    """A wide input takes one operator more."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
@@ -67,8 +65,6 @@ class Small(nn.Module):
         self.out = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] > 6:
-            x = x[:, :6].sin()
         return self.out(self.drop(torch.relu(self.norm(self.first(x)))))
 
 
@@ -109,17 +105,7 @@ def nothing_left(on: hf.Machine) -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-class Long(list[Pair]):
-    """A loader that gives one minibatch more than it says."""
-
-    def __init__(self) -> None:
-        super().__init__([*LOADER, LOADER[0]])
-
-    def __len__(self) -> int:
-        return BATCHES
-
-
-def breaks(act: Callable[[Pair], Pair | None], at: int = 1) -> dict[str, Any]:
+def breaks(act: Callable[[Pair], Pair], at: int = 1) -> dict[str, Any]:
     """Return the arguments of a task whose loader breaks."""
     return {"loader": Broken(at, act, [])}
 
@@ -142,26 +128,11 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], type[BaseException], str]]
     "loss": (lambda: breaks(lambda pair: (pair[0], pair[1] + 3)), IndexError, "Target . is out of bounds"),
     "loader": (lambda: breaks(unreadable), OSError, "the data set is gone"),
     "first of an epoch": (lambda: breaks(unreadable, 0), OSError, "the data set is gone"),
-    "too few": (
-        lambda: breaks(lambda pair: None),
-        PlanError,
-        "'bad': the loader gave 1 minibatches in epoch 1, but its length is 5",
-    ),
-    "too many": (
-        lambda: {"loader": Long()},
-        PlanError,
-        "'bad': the loader gave more minibatches in epoch 0, but its length is 5",
-    ),
     "not a pair": (lambda: breaks(lambda pair: (*pair, 1)), PlanError, "'bad': a minibatch of the loader is 3 values"),
     "another shape": (
         lambda: breaks(lambda pair: (pair[0][:, :5], pair[1])),
         RuntimeError,
         "shapes cannot be multiplied",
-    ),
-    "other operators": (
-        lambda: breaks(lambda pair: (pair[0].repeat(1, 2), pair[1])),
-        PlanError,
-        "'bad': a minibatch of another kind than the first needs another program",
     ),
     "callback": (lambda: {"callbacks": [interrupt]}, ValueError, "stop at the second minibatch of epoch 1"),
     "last callback": (lambda: {"callbacks": [at_the_end]}, ValueError, "after the last minibatch"),
@@ -247,15 +218,6 @@ def test_a_fault_on_one_of_two_devices(on: hf.Machine) -> None:
     assert equal_states(array(0), expected[1])
 
 
-def test_a_task_that_failed_at_its_very_end_has_not_finished(on: hf.Machine) -> None:
-    """All its units have run when its last callback fails."""
-    bad = task(array(0), Way(), LOADER, "bad", callbacks=[at_the_end])
-    for count in (1, 2):
-        with nothing_left(on), pytest.raises(hf.TrainError, match="finished: none") as raised:
-            hf.train([bad], on, plan=planned([bad], on, [count], [False]))
-        assert not raised.value.report
-
-
 # From Python 3.12 on fork warns where there are threads.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("fails", [False, True])
@@ -267,10 +229,6 @@ def test_processes_that_read_for_a_loader_are_gone(fails: bool, on: hf.Machine) 
     with nothing_left(on), pytest.raises(hf.TrainError) if fails else nullcontext():
         hf.train([loader_task], on)
     assert set(multiprocessing.active_children()) <= set(before)
-
-
-def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    raise LookupError("no such word")
 
 
 # Disks that fail, processes that are killed, Ctrl-C: the error reaches the caller, and nothing is left behind.
@@ -389,3 +347,134 @@ def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
     array(0).load_state_dict(before)
     with nothing_left(on):
         assert_same([array(0)], [task(array(0), WAY, LOADER)], [by_loop(0)], on, plan)
+
+
+# Loaders: threads and processes that they start end, and each task draws as if it were alone.
+# Threads and processes that a loader started end when it is no longer read.
+# From Python 3.12 on fork warns where there are threads.
+forking = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+class Numbers(Dataset[int]):
+    """Numbers of which one cannot be read."""
+
+    def __init__(self, unreadable: int) -> None:
+        self.unreadable = unreadable
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.unreadable:
+            raise OSError("gone")
+        return index
+
+
+@contextmanager
+def nothing_of_a_loader_left() -> Iterator[None]:
+    threads, processes = set(threading.enumerate()), set(multiprocessing.active_children())
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert set(multiprocessing.active_children()) <= processes
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_reading_part_or_all(count: int) -> None:
+    """Often enough for a thread that is not awaited to be seen."""
+    loader = DataLoader(Numbers(9), 2, num_workers=1)
+    for _ in range(3):
+        with nothing_of_a_loader_left(), reading(loader) as batches:
+            assert [next(batches).tolist() for _ in range(count)] == [[2 * i, 2 * i + 1] for i in range(count)]
+            assert count < 4 or next(batches, None) is None
+
+
+class Hanging(Dataset[int]):
+    """Its second number never comes."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if index:
+            threading.Event().wait()
+        return index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_hang_are_ended(persistent: bool) -> None:
+    """They ignore the signals that ask them to end."""
+    loader = DataLoader(Hanging(), 1, num_workers=2, persistent_workers=persistent)
+    iterators: list[Any] = []
+
+    def items() -> Generator[int, None, None]:
+        with reading(loader) as iterator:
+            iterators.append(iterator)
+            yield from iterator
+
+    number_reader = Reader(items(), "reads", lambda: end_workers(iterators[0]))
+    with nothing_of_a_loader_left():
+        assert number_reader.next().item() == 0  # type: ignore[attr-defined]
+        stopper = threading.Timer(0.1, number_reader.stop)
+        stopper.start()
+        with pytest.raises(CancelledError):
+            number_reader.next()
+        stopper.join()
+        with suppress(RuntimeError):
+            number_reader.close()
+    assert loader._iterator is None
+
+
+# Each task draws as if it were alone.
+X, Y = (torch.cat(parts) for parts in zip(*batches(torch.float64, 3), strict=True))
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws for every item, as ``draw`` does."""
+
+    def __init__(self, draw: Callable[[int], Tensor]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # Long enough for the other tasks to draw meanwhile.
+        time.sleep(1e-4)
+        return X[index] + self.draw(index), Y[index]
+
+
+def noise(index: int) -> Tensor:
+    return torch.randn(6, dtype=torch.float64)
+
+
+def seeded(index: int) -> Tensor:
+    torch.manual_seed(index)
+    return noise(index)
+
+
+ALL = TensorDataset(X, Y)
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(ALL, 5, shuffle=True),
+    "own generator": lambda: DataLoader(ALL, 5, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "drawing": lambda: DataLoader(Noisy(noise), 5, shuffle=True),
+    "seeding": lambda: DataLoader(Noisy(seeded), 5, shuffle=True),
+    "workers": lambda: DataLoader(Noisy(noise), 5, shuffle=True, num_workers=1),
+}
+
+
+def test_each_task_draws_as_if_alone() -> None:
+    """Bit for bit, at once on several devices, with dropout in all of them."""
+    arrays = [fused(Dropping) for _ in LOADERS]
+    expected = [plain(array, Way(), make()) for array, make in zip(arrays, LOADERS.values(), strict=True)]
+    tasks = [
+        task(array, Way(), make(), name.replace(" ", "-"))
+        for array, (name, make) in zip(arrays, LOADERS.items(), strict=True)
+    ]
+    on, count = machine(4), len(tasks)
+    plan = planned(tasks, on, [2] * count, [index % 2 == 0 for index in range(count)])
+    before = torch.get_rng_state()
+    assert_same(arrays, tasks, expected, on, plan)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from tests.tasks.resumed import CutError, array, assert_equal, planned_as, shuffled, task_with
-from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, cross_entropy, machine, momentum, planned
+from tests.alone import Member, Own
+from tests.tasks.test_checkpoints import CutError, array, assert_equal, planned_as, small, task_with
+from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, batches, machine, momentum, planned
 
 
 # hf.train(on_result=...): a stopped member keeps its state, and the others stay the same bit for bit.
@@ -149,13 +153,6 @@ def test_who_stops_leaves_the_others_as_they_are(case: Case) -> None:
                 assert_equal(run.members[0][member], ended.members[0][member])
 
 
-def small(models: Sequence[nn.Module] | None = None, **options: Any) -> hf.Task:
-    torch.manual_seed(0)
-    modules = models or [nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(3)]
-    arguments: dict[str, Any] = {"epochs": 2, "name": "small"} | options
-    return hf.Task(modules, cross_entropy, lambda params: hf.optim.Adam(params, lr=0.01), shuffled(0), **arguments)
-
-
 ANSWERS: dict[str, tuple[Callable[[Any], Any], dict[int, int]]] = {
     "None": (lambda result: None, {}),
     "True": (lambda result: True, {0: 1, 1: 1, 2: 1}),
@@ -245,18 +242,12 @@ CASES_BEST_WEIGHTS = [
 def alone(case: CaseBestWeights, row: int) -> tuple[int, int, list[Tensor]]:
     """Train one member as people do: its best epoch, its epochs, and its tensors in the end."""
     model = models()[row]
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATES[row], momentum=0.9)
+    member = Member(model, partial(torch.optim.SGD, momentum=0.9), F.cross_entropy, Own(RATES[row]))
     best, best_epoch, waited, state = float("inf"), -1, 0, copy.deepcopy(model.state_dict())
     epoch = 0
     for epoch in range(EPOCHS_BEST_WEIGHTS):
-        model.train()
-        for inputs, target in TRAINED:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), target).backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            loss = torch.stack([F.cross_entropy(model(inputs), target) for inputs, target in EVALUATED]).mean().item()
+        member.epoch(TRAINED)
+        loss = mean(member.judged([pair]) for pair in EVALUATED)
         if loss + case.least < best:
             best, best_epoch, waited, state = loss, epoch, 0, copy.deepcopy(model.state_dict())
         else:
@@ -311,3 +302,114 @@ def test_a_run_goes_on_with_its_best_weights(case: CaseBestWeights, cut: int, tm
         assert_equal([again.losses, again.eval_losses], [expected.losses, expected.eval_losses])
         assert again.stopped == expected.stopped
         assert_equal(again.best_epochs, expected.best_epochs)
+
+
+# Schedulers of tasks: each member has the rates, and becomes, what it would alone with torch's scheduler.
+SCHEDULED_EPOCHS, LOADER = 4, batches(torch.float64, 3)
+SCHEDULED_RATES = [0.1, 0.05, 0.2]
+
+
+def step_lr(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def warm_up(optimizer: Any) -> Any:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)],
+        [3],
+    )
+
+
+def cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20)
+
+
+def plateau(optimizer: Any) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": step_lr,
+    "SequentialLR": warm_up,
+    "OneCycleLR": cycle,
+    "ReduceLROnPlateau": plateau,
+    "of each member": [step_lr, plateau, warm_up],
+}
+
+
+def scheduled_models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double() for _ in SCHEDULED_RATES]
+
+
+def scheduled_alone(
+    model: nn.Module, rate: float, make: Callable[[Any], Any], interval: str, accumulate: int, evaluated: bool
+) -> tuple[list[Tensor], float]:
+    """The loop that people write for one model; its parameters and last rate."""
+    member = Member(model, partial(torch.optim.SGD, momentum=0.9), F.cross_entropy, Own(rate, make, accumulate))
+    for _ in range(SCHEDULED_EPOCHS):
+        loss = float(member.epoch(LOADER, schedules_steps=interval == "step").mean())
+        if interval == "epoch":
+            member.step_schedule(mean(member.judged([pair]) for pair in LOADER[:2]) if evaluated else loss)
+    return [param.detach() for param in model.parameters()], member.opt.param_groups[0]["lr"]
+
+
+def scheduled(
+    name: str, interval: Any, accumulate: int, evaluated: bool, shards: int = 2, **options: Any
+) -> tuple[list[list[Tensor]], list[float]]:
+    optimizers: list[Any] = []
+
+    def make(params: Any) -> Any:
+        optimizers.append(hf.optim.SGD(params, lr=SCHEDULED_RATES, momentum=0.9))
+        return optimizers[-1]
+
+    task = hf.Task(
+        scheduled_models(),
+        F.cross_entropy,
+        make,
+        LOADER,
+        epochs=SCHEDULED_EPOCHS,
+        eval_loader=LOADER[:2] if evaluated else None,
+        accumulate=accumulate,
+        scheduler=SCHEDULES[name],
+        scheduler_interval=interval,
+    )
+    plan = planned([task], machine(), [shards], [shards == 1])
+    report = hf.train(task, machine(), plan=plan, **options)
+    members = [[param.detach() for param in model.parameters()] for model in report["task"].models]
+    return members, optimizers[-1].param_groups[0]["lr"].tolist()
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_member_is_scheduled_as_alone(name: str, interval: str) -> None:
+    for accumulate, evaluated in ((1, False), (2, True)):
+        members, rates = scheduled(name, interval, accumulate, evaluated)
+        for row, (model, rate) in enumerate(zip(scheduled_models(), SCHEDULED_RATES, strict=True)):
+            schedule = SCHEDULES[name] if callable(SCHEDULES[name]) else SCHEDULES[name][row]
+            params, last = scheduled_alone(model, rate, schedule, interval, accumulate, evaluated)
+            assert rates[row] == pytest.approx(last, rel=1e-12)
+            assert last != rate
+            for param, expected in zip(members[row], params, strict=True):
+                torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_members_of_several_arrays_have_their_own() -> None:
+    torch.manual_seed(0)
+    members = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(3)]
+    before = copy.deepcopy(members)
+    makes = [step_lr, warm_up, plateau]
+    task = hf.Task(
+        members,
+        F.cross_entropy,
+        lambda params: hf.optim.SGD(params, lr=SCHEDULED_RATES, momentum=0.9),
+        LOADER,
+        epochs=SCHEDULED_EPOCHS,
+        scheduler=makes,
+    )
+    after = hf.train(task, machine())["task"].models
+    for model, rate, make, result in zip(before, SCHEDULED_RATES, makes, after, strict=True):
+        params, _ = scheduled_alone(model, rate, make, "epoch", 1, False)
+        for param, expected in zip(result.parameters(), params, strict=True):
+            torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)

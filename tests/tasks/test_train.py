@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +17,19 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.schedule.actions import Act
+from hfusion.tasks import resident_training
+from tests.alone import Member, Own
 from tests.schedule.compared import COMPARED
+from tests.step.test_train_step import needs_compiler
+from tests.tasks.test_checkpoints import assert_equal
 from tests.trained import (
     EPOCHS,
+    SEED,
     Way,
     adamw,
     assert_same,
     batches,
+    cross_entropy,
     fused,
     machine,
     momentum,
@@ -100,20 +106,6 @@ def _expected(index: int, settings: Way) -> tuple[Tensor, dict[str, Tensor]]:
     return plain(_copy(index), settings, batches(torch.float64))
 
 
-def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> None:
-    settings, dtype = Way(), torch.float32
-    hf_task = task(knotted(dtype), settings, batches(dtype))
-    on = machine(host="2KiB", disk=tmp_path / "spill")
-    files: list[Path] = []
-    watching = task(
-        knotted(dtype), settings, batches(dtype), callbacks=[lambda step: files.extend(tmp_path.rglob("*.safetensors"))]
-    )
-    plan = planned([hf_task], on, [4], [False])
-    assert_same([knotted(dtype)], [watching], [by_loop(dtype, settings)], on, plan)
-    assert files
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
     def models() -> list[nn.Module]:
         torch.manual_seed(0)
@@ -135,17 +127,9 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
     assert [plan.name for plan in report.plan.tasks] == ["mixed.0", "mixed.1"]
     for index, (model, trained) in enumerate(zip(models(), report["mixed"].models, strict=True)):
         assert type(model) is type(trained)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rates[index])
-        losses = []
-        for _ in range(EPOCHS):
-            for x, y in loader:
-                loss = F.cross_entropy(model(x), y)
-                losses.append(loss.detach())
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), limits[index])
-                optimizer.step()
-        torch.testing.assert_close(report["mixed"].losses[:, index], torch.stack(losses))
+        member = Member(model, torch.optim.SGD, F.cross_entropy, Own(rates[index], norm=limits[index]))
+        losses = torch.cat([member.epoch(loader) for _ in range(EPOCHS)])
+        torch.testing.assert_close(report["mixed"].losses[:, index], losses)
         for param, expected in zip(trained.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(param, expected)
     for before, after in zip(models(), originals, strict=True):
@@ -252,11 +236,7 @@ def test_a_frozen_parameter_that_forward_writes_is_trained_state(resident: bool)
     task = hf.Task(hf.fuse(models), F.cross_entropy, lambda params: hf.optim.SGD(params, lr=0.1), minibatches, name="a")
     trained = hf.train(task, machine(), plan=planned([task], machine(), [1], [resident]))["a"].models
     for model, other in zip(trained, alone, strict=True):
-        optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1)
-        for x, target in minibatches:
-            optimizer.zero_grad()
-            F.cross_entropy(other(x), target).backward()
-            optimizer.step()
+        Member(other, torch.optim.SGD, F.cross_entropy, Own(0.1)).epoch(minibatches)
         assert model.calls == other.calls == 3
         torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-11)
 
@@ -304,3 +284,113 @@ def test_a_loss_that_keeps_state_gets_what_members_return_and_no_other_calls() -
     assert (losses[0].count, losses[0].mean) == (losses[1].count, losses[1].mean)
     for model, other in zip(trained, models, strict=True):
         torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-11)
+
+
+# Tasks that are compiled train as a loop over `hfusion.train_step`, and, but for rounding, as the plain loop.
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Normed(nn.Module):
+    """A buffer that is written to, a parameter that nothing uses, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.frozen(self.norm(self.first(x)).relu()))  # type: ignore[no-any-return]
+
+
+def array(make: Callable[[], nn.Module] = Normed, seed: int = 0) -> hf.FusedModule:
+    """Return a new array, because only the very first step of an array is eager."""
+    torch.manual_seed(seed)
+    return fused(make)
+
+
+def stepped(module: hf.FusedModule, loader: Any, after: Callable[[Any], None] = lambda optimizer: None) -> list[Tensor]:
+    """A loop over `hf.train_step`: its losses, and the state after it."""
+    optimizer = adamw(list(module.parameters()))
+    step = hf.train_step(module, cross_entropy, optimizer, compile=True)
+    torch.manual_seed(SEED)
+    losses = []
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            losses.append(step(x, y))
+            after(optimizer)
+    return [torch.stack(losses), *module.state_dict().values()]
+
+
+def trained(module: hf.FusedModule, loader: Any, settings: Way | None = None, **more: Any) -> tuple[list[Tensor], Any]:
+    """The same by a compiled task, and the report."""
+    hf_task = task(module, settings or Way(), loader, compile=True, **more)
+    on = machine()
+    report = hf.train(hf_task, on)
+    report.timeline.validate(report.plan)
+    assert all(param.grad is None for param in module.parameters())
+    assert all(tensor.is_contiguous() for tensor in module.state_dict().values())
+    return [report["task"].losses, *module.state_dict().values()], report
+
+
+@needs_compiler
+def test_the_steps_are_those_of_train_step() -> None:
+    """Also of the last minibatch, which is smaller; and what is evaluated is what has been trained."""
+    module, loader = array(), batches(torch.float64)
+    expected = stepped(array(), loader)
+    actual, report = trained(module, loader, eval_loader=loader[:2])
+    assert_equal(actual, expected)
+    losses, state = plain(array(), Way(), loader)
+    for tensor, reference in zip(actual, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(tensor, reference, **CLOSE)
+    module.eval()
+    with torch.no_grad():
+        eval_losses = torch.stack([hf.per_model(cross_entropy)(module(x), y) for x, y in loader[:2]])
+    module.train()
+    assert torch.equal(report["task"].eval_losses[-1], eval_losses)
+    (array_report,) = report["task"].arrays
+    assert [call.how.split(" of ")[0] for call in array_report.calls] == ["one program"]
+    assert str(array_report) in str(report["task"])
+    assert str(array_report).startswith("task: 3 members, resident, f64[6,6], i64[6]: one program of")
+
+
+@needs_compiler
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, [0.5, 0.05, 1.0]])
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_clipped_and_accumulated(optimizer: Any, clip: Any, accumulate: int) -> None:
+    """The last group of an epoch is smaller."""
+    settings, loader = Way(optimizer, clip, accumulate), batches(torch.float64)
+    losses, state = plain(array(), settings, loader)
+    heard: list[hf.Step] = []
+    actual, report = trained(array(), loader, settings, callbacks=[heard.append])
+    for tensor, reference in zip(actual, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(tensor, reference, **CLOSE)
+    assert [(step.epoch, step.step) for step in heard] == [(e, s) for e in range(EPOCHS) for s in range(len(loader))]
+    assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
+
+
+@needs_compiler
+def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
+    """Bit for bit as the plain loop."""
+    loader = batches(torch.float64)
+    module = array()
+    hf_task = task(module, Way(), loader, compile=True)
+    plan = planned([hf_task], machine(), [3], [False])
+    words = r"'task' runs eagerly, exact but slower: it is spilled, in 3 shards.*hf.Task\(compile=False\)"
+    with pytest.warns(UserWarning, match=words):
+        report = hf.train(hf_task, machine(), plan=plan)
+    losses, state = plain(array(), Way(), loader)
+    assert_equal([report["task"].losses, *module.state_dict().values()], [losses, *state.values()])
+    assert "eager: it" in str(report["task"])
+
+
+@needs_compiler
+def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a warning of the decision, and as exact."""
+    monkeypatch.setattr(resident_training, "LEAST_SECONDS", 0.0)
+    module, loader = array(), batches(torch.float64)
+    with warnings.catch_warnings(action="error"):
+        report = hf.train(task(module, Way(), loader), machine())["task"]
+    assert "one program of" in str(report.arrays[0])
+    assert_equal([report.losses, *module.state_dict().values()], stepped(array(), loader))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hfusion.device.machine import Device, Machine
+from tests.alone import Member, Own
 
 EPOCHS = 4
 MACHINE = Machine([Device("cpu", memory="1GiB")], "1GiB")
@@ -57,31 +59,12 @@ def alone(
     dataloaders = loaders()
     torch.manual_seed(number)
     model = make_model(params["hidden"], params["batch_norm"])
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99), weight_decay=params["weight_decay"]
-    )
+    make = partial(torch.optim.AdamW, betas=(params["beta1"], 0.99), weight_decay=params["weight_decay"])
+    member = Member(model, make, F.cross_entropy, Own(params["lr"], norm=math.inf if clip is None else clip))
     values = []
     for epoch in range(epochs):
         torch.manual_seed(seed + began + epoch)
-        losses = []
-        for inputs, target in dataloaders["loader"]:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), target)
-            loss.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            losses.append(loss.item())
-        outputs, targets = zip(*dataloaders["eval_loader"], strict=True)
-        with evaluating(model), torch.no_grad():
-            output, target = torch.cat([model(part) for part in outputs]), torch.cat(targets)
-        judged = float(F.cross_entropy(output, target)), float(accuracy(output, target))
-        values.append((sum(losses) / len(losses), *judged))
+        trained = float(member.epoch(dataloaders["loader"]).mean())
+        judges = dataloaders["eval_loader"]
+        values.append((trained, member.judged(judges), member.judged(judges, accuracy)))
     return values
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    model.eval()
-    yield
-    model.train()

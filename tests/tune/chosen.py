@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import optuna
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hfusion as hf
-from tests.tune.cases import MACHINE, data, evaluating
+from tests.alone import Member, Own
+from tests.tune.cases import MACHINE, data
 
 # By name, by the class of an array's optimizer, and by that of torch.
 OPTIMIZERS = {"sgd": hf.optim.SGD, "adamw": "adamw", "adam": torch.optim.Adam}
@@ -72,12 +75,12 @@ def decay(optimizer: Any, gamma: float) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
 
 
-def optimizer(params: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    if params["optimizer"] != "sgd":
-        kind = torch.optim.AdamW if params["optimizer"] == "adamw" else torch.optim.Adam
-        return kind(model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99))
-    options = {"momentum": params["momentum"], "nesterov": params["nesterov"]}
-    return torch.optim.SGD(model.parameters(), lr=params["lr"], **options)
+def optimizer(params: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
+    if params["optimizer"] == "sgd":
+        return partial(torch.optim.SGD, momentum=params["momentum"], nesterov=params["nesterov"])
+    return partial(
+        torch.optim.AdamW if params["optimizer"] == "adamw" else torch.optim.Adam, betas=(params["beta1"], 0.99)
+    )
 
 
 def alone(trial: Any, interval: str = "epoch") -> list[float]:
@@ -85,26 +88,17 @@ def alone(trial: Any, interval: str = "epoch") -> list[float]:
     params, values = trial.params, []
     torch.manual_seed(trial.number)
     model = ByName(params["hidden"], params["activation"])
-    update = optimizer(params, model)
-    schedule, loader = decay(update, params["gamma"]), batches(params["batch_size"])
+    own = Own(
+        params["lr"], partial(decay, gamma=params["gamma"]), params["accumulate"], params["clip_norm"] or math.inf
+    )
+    loss = partial(smoothed, label_smoothing=params["label_smoothing"])
+    member = Member(model, optimizer(params), loss, own)
     for epoch in range(params["epochs"]):
         torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
-        for count, (inputs, target) in enumerate(loader, 1):
-            loss = smoothed(model(inputs), target, params["label_smoothing"])
-            (loss / params["accumulate"]).backward()
-            if count % params["accumulate"] and count < len(loader):
-                continue
-            if params["clip_norm"] is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), params["clip_norm"])
-            update.step()
-            update.zero_grad()
-            if interval == "step":
-                schedule.step()
-        inputs, target = (torch.cat(part) for part in zip(*eval_batches(), strict=True))
-        with evaluating(model), torch.no_grad():
-            values.append(smoothed(model(inputs), target, params["label_smoothing"]).item())
+        member.epoch(batches(params["batch_size"]), schedules_steps=interval == "step")
+        values.append(member.judged(eval_batches()))
         if interval == "epoch":
-            schedule.step()
+            member.step_schedule(values[-1])
     return values
 
 

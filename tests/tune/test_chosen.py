@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import hfusion as hf
+from tests.alone import Member, Own
 from tests.tune import chosen
 from tests.tune.cases import data
 from tests.tune.killed import everything
@@ -75,9 +77,9 @@ def cosine(optimizer: Any, epochs: int) -> Any:
     return lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 
 
-SCHEDULES: dict[str, tuple[Any, dict[str, list[Any]], str]] = {
-    "plateau": (plateau, {"factor": [0.1, 0.5]}, "epoch"),
-    "names that two take": (cosine, {"sweep.epochs": [2, 4], "scheduler.epochs": [3]}, "epoch"),
+SCHEDULES: dict[str, tuple[Any, dict[str, list[Any]]]] = {
+    "plateau": (plateau, {"factor": [0.1, 0.5]}),
+    "names that two take": (cosine, {"sweep.epochs": [2, 4], "scheduler.epochs": [3]}),
 }
 
 
@@ -85,35 +87,26 @@ SCHEDULES: dict[str, tuple[Any, dict[str, list[Any]], str]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name: str) -> None:
     """Trials that join later begin theirs at its begin."""
-    make, choices, interval = SCHEDULES[name]
+    make, choices = SCHEDULES[name]
 
     def space(trial: Any) -> dict[str, Any]:
         names = {key: trial.suggest_categorical(key, values) for key, values in choices.items()}
         return {"lr": trial.suggest_float("lr", 1e-3, 0.1), **names}
 
     loader = list(torch.utils.data.DataLoader(data(90, 0), batch_size=32))
-    options = {"scheduler": make, "scheduler_interval": interval, "optimizer": hf.optim.SGD, "rows": 3}
+    options = {"scheduler": make, "scheduler_interval": "epoch", "optimizer": hf.optim.SGD, "rows": 3}
     result = chosen.search(7, space=space, make_model=Free, loss=F.cross_entropy, loader=loader, **options)
     assert len({trial.user_attrs["hfusion:round"] for trial in result.trials}) > 1
     for trial in result.trials:
         torch.manual_seed(trial.number)
-        model = Free()
-        optimizer = torch.optim.SGD(model.parameters(), lr=trial.params["lr"])
         arguments = {key: trial.params[key] for key in choices if not key.startswith("sweep.")}
-        schedule = make(optimizer, **{key.removeprefix("scheduler."): value for key, value in arguments.items()})
+        schedule = partial(make, **{key.removeprefix("scheduler."): value for key, value in arguments.items()})
+        member = Member(Free(), torch.optim.SGD, F.cross_entropy, Own(trial.params["lr"], schedule))
         for value in trial.intermediate_values.values():
-            model.train()
-            for inputs, target in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(inputs), target).backward()
-                optimizer.step()
-                if interval == "step":
-                    schedule.step()
-            inputs, target = (torch.cat(part) for part in zip(*chosen.eval_batches(), strict=True))
-            loss = F.cross_entropy(model.eval()(inputs), target).item()
+            member.epoch(loader)
+            loss = member.judged(chosen.eval_batches())
             assert value == pytest.approx(loss, rel=1e-9)
-            if interval == "epoch":
-                schedule.step(*[loss] if make is plateau else [])
+            member.step_schedule(loss)
         assert len(trial.intermediate_values) == trial.params.get("sweep.epochs", 4)
 
 

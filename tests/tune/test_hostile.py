@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
+from tests.alone import Member, Own
 from tests.tune.cases import MACHINE, accuracy, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
@@ -122,16 +124,12 @@ def test_a_name_that_both_take_is_addressed(
     result = sweep(space, make, trials=1)
     torch.manual_seed(0)
     model = Normed(eps=expected[1]) if expected[1] else make_model()
-    opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2, eps=expected[0])
-    data = loaders()
+    make_optimizer = partial(torch.optim.AdamW, weight_decay=0.2, eps=expected[0])
+    member, data = Member(model, make_optimizer, F.cross_entropy, Own(0.1)), loaders()
     for epoch in range(2):
         torch.manual_seed(epoch)
-        for inputs, target in data["loader"]:
-            opt.zero_grad()
-            F.cross_entropy(model(inputs), target).backward()
-            opt.step()
-    inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
-    assert result.best_value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
+        member.epoch(data["loader"])
+    assert result.best_value == pytest.approx(member.judged(data["eval_loader"]), rel=1e-9)
 
 
 def test_nan_fails_its_trial_alone() -> None:

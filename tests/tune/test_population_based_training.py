@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from tests.tune.cases import MACHINE, evaluating, loaders, make_model
+from tests.alone import Member, Own
+from tests.tune.cases import MACHINE, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
 TRIALS, EPOCHS = 8, 5
@@ -62,34 +63,35 @@ def rule(name: str, param: Any) -> dict[str, Any]:
     return {"lr": 0.02} if name == "2.weight" else {"momentum": 0.5} if param.dim() < 2 else {}
 
 
+def one_group_each(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [param]} for param in params])
+
+
 def alone(trials: list[Any], rule: Any = lambda name, param: {}) -> list[list[float]]:
     """The values of all trials in plain torch, copied as was noted."""
+
+    def begin(member: Member, params: dict[str, Any]) -> None:
+        member.own.norm = params["clip_norm"]
+        for group, (name, param) in zip(member.opt.param_groups, member.model.named_parameters(), strict=True):
+            group.update({key: params[key] for key in ("lr", "momentum")} | rule(name, param))
+
     data, runs, values = loaders(), [], [[] for _ in trials]
     for trial in trials:
         torch.manual_seed(trial.number)
         first = trial.user_attrs.get("hfusion:suggested", trial.params)
-        model = make_model(4 * first["width"])
-        groups = [{"params": [param], **rule(name, param)} for name, param in model.named_parameters()]
-        runs.append((model, torch.optim.SGD(groups, lr=first["lr"], momentum=first["momentum"]), first["clip_norm"]))
+        runs.append(Member(make_model(4 * first["width"]), one_group_each, F.cross_entropy, Own()))
+        begin(runs[-1], first)
     for epoch in range(EPOCHS):
-        for number, (model, optimizer, clip_norm) in enumerate(runs):
+        for number, member in enumerate(runs):
             torch.manual_seed(epoch)
-            for inputs, target in data["loader"]:
-                optimizer.zero_grad()
-                F.cross_entropy(model(inputs), target).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-                optimizer.step()
-            inputs, target = (torch.cat(part) for part in zip(*data["eval_loader"], strict=True))
-            with evaluating(model), torch.no_grad():
-                values[number].append(F.cross_entropy(model(inputs), target).item())
+            member.epoch(data["loader"])
+            values[number].append(member.judged(data["eval_loader"]))
         before = list(runs)
         for number, trial in enumerate(trials):
             for event in trial.user_attrs.get("hfusion:copies", []):
                 if event["epoch"] == epoch + 1:
-                    model, optimizer, _ = copy.deepcopy(before[event["source"]])
-                    for group, (name, param) in zip(optimizer.param_groups, model.named_parameters(), strict=True):
-                        group.update({key: event["params"][key] for key in ("lr", "momentum")} | rule(name, param))
-                    runs[number] = model, optimizer, event["params"]["clip_norm"]
+                    runs[number] = copy.deepcopy(before[event["source"]])
+                    begin(runs[number], event["params"])
     return values
 
 
