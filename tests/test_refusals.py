@@ -301,6 +301,8 @@ VALUES = {
     "optim.SGD(array.params, momentum=0.9, nesterov=[True, False, True])": "nesterov is .*one for all members of a par",
     "optim.Adam(array.params, amsgrad=[True, False, True])": "amsgrad is .*: give True or False, one for all",
     "optim.Muon(fused.parameters())": r"parameter '0.bias' is float32 \[4\] in each member: Muon trains matrices",
+    "hf.train_step(fused, F.cross_entropy, opt)": "5 parameters of the SGD belong to no member of the fused Sequential",
+    "hf.gather_rows(torch.tensor(1.0))": "without dims",
     "hf.rows(3, 0, 4)": "3 members for 4 ranks: 1 would have none; start at most 3 processes",
     "hf.rows(0, 0, 1)": "0 members for 1 ranks",
     "hf.rows(4, 2, 2)": "rank=2 of world=2: ranks are 0 to 1",
@@ -426,6 +428,8 @@ VALUES = {
 
 PLANS = {
     "hf.Cluster(MACHINE, max_failures=-1)": "max_failures=-1",
+    # Of 20 weights in each of 3 members, and as many gradients.
+    "stepped(memory=64, compile=False)(*LOADER[0])": r"3 members of Sequential takes .*: 480B for .* memory=64B is",
     "hf.Cluster(MACHINE, num_cpus=2)": "num_cpus is of Ray's nodes",
     "hf.Cluster(MACHINE, timeout=5)": "timeout is of Ray's nodes",
     "hf.Cluster(timeout=-1.0)": r"timeout=-1\.0: give seconds",

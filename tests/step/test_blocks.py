@@ -221,15 +221,6 @@ def test_a_shared_parameter_gets_the_sum_over_blocks() -> None:
     torch.testing.assert_close(shared.grad, alone[0][0].weight.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_too_little_memory_names_the_numbers() -> None:
-    fused = hf.fuse([nn.Linear(4, 2) for _ in range(3)])
-    opt = hf.optim.SGD(fused.parameters(), lr=0.1)
-    step = hf.train_step(fused, F.mse_loss, opt, compile=False, memory=64)
-    # Of 10 weights in each of 3 members, and as many gradients.
-    with pytest.raises(hf.PlanError, match=r"3 members of Linear takes .*: 240B for .* memory=64B is less"):
-        step(torch.randn(6, 4), torch.randn(6, 2))
-
-
 # Idle members: computation in blocks leaves them out, and the results of the others do not change.
 MEMBERS = 6
 

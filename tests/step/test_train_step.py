@@ -306,12 +306,6 @@ def test_what_the_loss_reads_may_change() -> None:
             comparison.advance(*batch(TINY, 4), f"step {step} of scale {scale}")
 
 
-def test_an_optimizer_of_other_parameters() -> None:
-    fused, other = arrays(TINY, 2)
-    with pytest.raises(ValueError, match="4 parameters of the Adam belong to no member of the fused Sequential"):
-        hf.train_step(fused, loss_of, adam(other), compile=True)
-
-
 WITHOUT_COMPILER = """
 import warnings, torch, hfusion as hf
 fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1])

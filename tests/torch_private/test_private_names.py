@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 import hfusion as hf
-from hfusion.torch_private import autograd_engine, dataloader_workers, dispatch_modes, export_state, replaced_functions
+from hfusion.torch_private import autograd_engine, dispatch_modes, export_state, replaced_functions
 from hfusion.torch_private.inductor_patches import quick_inductor
 from hfusion.torch_private.replaced_functions import silence_tracers
 from tests.test_files import ROOT, files
@@ -130,10 +130,6 @@ def test_the_names_exist(row: PrivateNames) -> None:
             present = False
         missing += [] if present else [f"{path}.{name}"]
     assert missing == []
-
-
-def test_no_row_is_there_twice() -> None:
-    assert len({row.purpose for row in PRIVATE_NAMES}) == len(PRIVATE_NAMES)
 
 
 # Private names of torch are used in one folder only, and each is in its table.
@@ -367,22 +363,6 @@ def test_replaced_functions() -> None:
 
 
 # Assumptions of hfusion about torch's modules, optimizers, loaders and Inductor hold on the installed torch.
-@pytest.mark.parametrize("ends", ["killed", "shut down"])
-def test_workers_of_a_loader(ends: str) -> None:
-    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
-    assert dataloader_workers.kept_iterator(loader) is None
-    iterator = iter(loader)
-    next(iterator)
-    assert dataloader_workers.has_workers(iterator)
-    assert dataloader_workers.may_stay(iterator)
-    assert dataloader_workers.kept_iterator(loader) is iterator
-    if ends == "killed":
-        dataloader_workers.kill_workers(iterator, 60)
-        assert not dataloader_workers.may_stay(iterator)
-    dataloader_workers.shut_down(loader, iterator)
-    assert dataloader_workers.kept_iterator(loader) is None
-    assert not any(worker.is_alive() for worker in iterator._workers)
-    assert [int(batch) for batch in DataLoader([1, 2])] == [1, 2]
 
 
 # The seed that torch keeps for an unused accelerator remains the one that the user set.
