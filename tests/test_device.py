@@ -10,10 +10,9 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from threading import Barrier, Event, Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -348,23 +347,6 @@ def test_an_error_puts_torchs_generator_back() -> None:
     with pytest.raises(ValueError, match="inside"), Generators(3).active(CPU):
         fail()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_tasks_in_several_threads_draw_as_if_alone() -> None:
-    start = Barrier(3)
-
-    def draw(seed: int) -> torch.Tensor:
-        generators, draws = Generators(seed), []
-        start.wait()
-        for _ in range(30):
-            with generators.active(CPU):
-                draws.append(torch.rand(2))
-        return torch.stack(draws)
-
-    with ThreadPoolExecutor(3) as pool:
-        together = list(pool.map(draw, range(3)))
-    for seed, draws in enumerate(together):
-        assert torch.equal(draws.flatten(), torch.rand(60, generator=torch.Generator().manual_seed(seed)))
 
 
 # Models on the meta device are refused, and arrays do not depend on torch's default device.

@@ -239,3 +239,20 @@ row(
     calls=lambda: [call(hf.stacked(normal(2, NODES, 4)), hf.stacked(torch.stack([edges(1), edges(1)])))],
     loops="",
 )
+
+
+@row(calls=lambda: [normal(4, 6), normal(7, 6)], captures=1, weight=parameter(6, 6))
+def sizes_in_the_graph(self, x):
+    n, y = x.size(0), x @ self.weight
+    heads = y.view(n, 2, -1).transpose(1, 2).contiguous().view(n, -1)
+    folded = y.reshape(n * 3, 2).reshape(n, 6) + self.weight.sum().expand(n, 6)
+    written = y.new_zeros(n, 6) + torch.zeros_like(y)
+    written[:, 1:3] = y[:, :2]
+    written[0] = 5.0
+    written[:, 0] = y[:, 0]
+    written.add_(1).mul_(y)
+    masked = y.clone()
+    masked[y > 0.5] = 0.0
+    rows = y[torch.arange(n)] + y.repeat(2, 1)[:n] + torch.cat([y, x], 0).split(n, 0)[0].mean(1, keepdim=True)
+    scalars = y.sum() / y.numel() + torch.narrow(y, 0, 0, n - 1).sum()
+    return heads + folded + written + masked + rows + scalars

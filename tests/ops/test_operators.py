@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hfusion.capture.export import capture
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import CONVERSIONS, Layout
-from hfusion.core.program import Kind
 from hfusion.ops.index import own_rows, rows_of_all
 from hfusion.passes.batch import batch
-from tests.oracle import RELATIVE, Case, Draw, check, member_graph, t
+from tests.oracle import Case, Draw, check, member_graph, t
 
 aten = torch.ops.aten
 # Of operators that are called by themselves, torch's warnings reach Python from 2.15 on.
@@ -535,48 +533,6 @@ def test_sizes_are_those_of_a_member(layout: Layout, dim: int) -> None:
     convert = CONVERSIONS.get((Layout.STACKED, layout), lambda value, _: value)
     (output,) = batch(graph, [layout], 5)(stacked[0] if layout is Layout.SHARED else convert(stacked, 5))
     assert output.shape == (5, (2, 3, 4)[dim], 24)
-
-
-class Sizes(nn.Module):
-    """Sizes that vary with the batch, and writes through views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, y = x.size(0), x @ self.weight
-        heads = y.view(n, 2, -1).transpose(1, 2).contiguous().view(n, -1)
-        folded = y.reshape(n * 3, 2).reshape(n, 6) + self.weight.sum().expand(n, 6)
-        written = y.new_zeros(n, 6) + torch.zeros_like(y)
-        written[:, 1:3] = y[:, :2]
-        written[0] = 5.0
-        written[:, 0] = y[:, 0]
-        written.add_(1).mul_(y)
-        masked = y.clone()
-        masked[y > 0.5] = 0.0
-        rows = y[torch.arange(n)] + y.repeat(2, 1)[:n] + torch.cat([y, x], 0).split(n, 0)[0].mean(1, keepdim=True)
-        scalars = y.sum() / y.numel() + torch.narrow(y, 0, 0, n - 1).sum()
-        return heads + folded + written + masked + rows + scalars
-
-
-def test_sizes_computed_in_the_graph() -> None:
-    members = [Sizes() for _ in range(3)]
-    captured = capture(members[0], (torch.randn(4, 6, dtype=torch.float64),), {})
-    layouts = [Layout.STACKED if slot.kind is Kind.PARAMETER else Layout.SHARED for slot in captured.slots]
-    module = batch(captured.graph, layouts, 3)
-    weight = torch.stack([member.weight for member in members])
-    for n in (4, 7):
-        x = torch.randn(n, 6, dtype=torch.float64)
-        inputs = {Kind.PARAMETER: weight, Kind.INPUT: x}
-        (output,) = module(*(inputs.get(s.kind, captured.constants.get(s.name)) for s in captured.slots))
-        expected = torch.stack([member(x) for member in members])
-        torch.testing.assert_close(output, expected, rtol=RELATIVE, atol=1e-11)
-        leaves = [member.weight for member in members]
-        actual_grads, expected_grads = (
-            torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (output, expected)
-        )
-        torch.testing.assert_close(actual_grads, expected_grads, rtol=RELATIVE, atol=1e-11)
 
 
 def test_a_stack_inside_a_larger_one_is_read_from_where_it_begins() -> None:

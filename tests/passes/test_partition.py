@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import PlanError
-from hfusion.core.program import Kind, Part, Program
+from hfusion.core.program import Kind, Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight, operators
 from hfusion.passes.partition.cut_shards import Partition, _between, _seconds, choose_cuts, cut, sharding, tightest
 from hfusion.passes.partition.segments import Segments
-from hfusion.passes.partition.split_program import input_names, match_cuts, split
+from hfusion.passes.partition.split_program import match_cuts, split
 from hfusion.schedule.plan import Shard, TaskPlan
-from tests.trained import Knotted, fused
 
 # Shards: the cut is the best there is, every shard fits, costs come from the shapes.
 RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9, calls=1e6)
@@ -367,68 +366,3 @@ def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
 def test_another_order_is_refused() -> None:
     with pytest.raises(hf.PlanError, match=r"uses a\.\w+.* after tensors of later shards, .*hold the task whole"):
         match_cuts(program(), NAMES, [match_cuts_layers("a"), match_cuts_layers("b", "c")])
-
-
-# Parts of a program: run one after the other they are the program, wherever it is cut.
-X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-@cache
-def knotted() -> hf.FusedModule:
-    torch.manual_seed(0)
-    return fused(Knotted)
-
-
-def split_program_program_of(array: hf.FusedModule, x: Tensor) -> Program:
-    array(x)
-    (part,) = array.report().parts
-    return part.program
-
-
-def run(array: hf.FusedModule, program: Program, parts: tuple[Part, ...], *inputs: Any) -> Any:
-    """The flat outputs of the program, part by part; a part sees what it says it takes."""
-    state = {name: tensor.clone() for name, tensor in array.state_dict().items()}
-    values = dict(zip(input_names(program), inputs, strict=True))
-    torch.manual_seed(4)
-    for part in parts:
-        outputs = part.on(torch.device("cpu"))(
-            *(state[slot.name] for slot in part.keys), *(values[name] for name in part.takes)
-        )
-        values |= dict(zip(part.gives, outputs, strict=False))
-    return outputs, state
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 99])
-def test_the_parts_are_the_program(count: int) -> None:
-    array = knotted()
-    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
-    program = split_program_program_of(array, X)
-    array.load_state_dict(before)
-    total = len(operators(program))
-    ends = sorted({max(1, total * index // count) for index in range(1, count + 1)})
-    parts = split(program, ends)
-    torch.manual_seed(4)
-    (expected,), after = (array(X),), {name: tensor.clone() for name, tensor in array.state_dict().items()}
-    array.load_state_dict(before)
-    (output,), state = run(array, program, parts, X)
-    assert torch.equal(output, expected)
-    for name, tensor in state.items():
-        assert torch.equal(tensor, after[name]), name
-    assert parts[-1].gives == ()
-    _check_values(program, parts)
-
-
-def _check_values(program: Program, parts: tuple[Part, ...]) -> None:
-    """No weight crosses a cut; what a part gives is taken later; what it takes is given before."""
-    state_names = {slot.name for slot in program.slots if slot.kind is not Kind.INPUT}
-    assert {slot.name for part in parts for slot in part.keys} <= state_names
-    available = set(input_names(program))
-    for index, part in enumerate(parts):
-        assert set(part.takes) <= available
-        later = {name for after in parts[index + 1 :] for name in after.takes}
-        assert set(part.gives) <= later
-        assert not set(part.gives) & available
-        available |= set(part.gives)
-    buffers = {slot.name for slot in program.slots if slot.kind is Kind.BUFFER}
-    written = set().union(*(part.writes for part in parts))
-    assert written == {name for name in buffers if name.startswith("norm.")}
