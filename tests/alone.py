@@ -52,17 +52,6 @@ class Branch(nn.Linear):
         return y * 2 if y.sum() > 0 else y.sin()
 
 
-def net(forward: Callable[..., Any], prepare: Callable[[nn.Module], None] = lambda module: None) -> type[nn.Module]:
-    """A class of float64 modules with a 4-4 linear layer ``fc`` and this ``forward``."""
-
-    def init(self: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.fc = nn.Linear(4, 4).double()
-        prepare(self)
-
-    return type("Net", (nn.Module,), {"__init__": init, "forward": forward})
-
-
 def looped(part: ProgramReport) -> set[str]:
     """The paths of the submodules that run as their own code."""
     nodes = [node for node in part.program.module.graph.nodes if "origin" in node.meta]

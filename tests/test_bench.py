@@ -30,11 +30,6 @@ SHARDED = ShardCase(
 )
 
 
-@pytest.fixture(autouse=True)
-def standard_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HFUSION_RATES", "standard")
-
-
 def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     assert main([*arguments, "--json", str(folder / "bench.json")]) == 0
     rows: list[dict[str, Any]] = json.loads((folder / "bench.json").read_text())["rows"]

@@ -17,7 +17,8 @@ from hfusion.compiler import compiled_program as compiling
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, Site, Value
-from tests.alone import net, normal
+from tests.alone import normal
+from tests.forwards.table import linear, module
 from tests.zoo import MODELS, Model
 
 
@@ -165,7 +166,8 @@ CHECKED: dict[str, Forward] = {
 
 def drawing(forwards: dict[str, Forward]) -> tuple[hf.FusedModule, dict[str, Tensor]]:
     """An array of three equal members, and what it gives for a tensor that stays as it is."""
-    model = net(lambda self, x: {name: forward(self, self.fc(x)) for name, forward in forwards.items()})()
+    combined = lambda self, x: {name: forward(self, self.fc(x)) for name, forward in forwards.items()}  # noqa: E731
+    model = module(combined, fc=linear)()
     array, x = hf.fuse([copy.deepcopy(model) for _ in range(3)]), normal(16, 4)
     before = x.clone()
     outputs = array(x)

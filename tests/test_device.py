@@ -24,7 +24,7 @@ import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.core.exclusive import tracing
 from hfusion.device import native
-from hfusion.device.backend import Generators, accelerators, backend, draws_kept, random_states_kept
+from hfusion.device.backend import Generators, accelerators, backend, random_states_kept
 from hfusion.device.cache import MAX_BYTES, cache_folder, read_sealed, write_sealed
 from hfusion.device.machine import Device, Machine, parse_bytes
 from hfusion.device.team import library, team
@@ -306,15 +306,6 @@ def test_free_memory_and_name_of_an_accelerator(device: torch.device) -> None:
 
 
 CPU = torch.device("cpu")
-
-
-def test_draws_inside_are_undone() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with draws_kept():
-        torch.rand(2)
-        torch.manual_seed(6)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_turn_is_taken_from_a_thread_that_hangs() -> None:

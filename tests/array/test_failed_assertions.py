@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 import hfusion as hf
-from tests.alone import assert_alone, net, normal
+from tests.alone import assert_alone, normal
 from tests.asserting import all_finite, none_negative
+from tests.forwards.table import linear, module
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def broken() -> Tensor:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_costs_no_loop_and_raises_as_a_member(name: str) -> None:
-    make = net(CHECKS[name])
+    make = module(CHECKS[name], fc=linear)
     models = [make() for _ in range(3)]
     array = assert_alone(models, normal(5, 4), normal(3, 4))
     with pytest.raises(Exception) as alone:  # noqa: PT011
@@ -106,12 +107,12 @@ def test_buffers_are_as_alone_where_a_check_fails_after_they_were_written() -> N
     models = [Normalized()]
     array, alone = hf.fuse(models), copy.deepcopy(models[0])
     for batch in (x, torch.cat([x, 50 * x[:1], x]), x):
-        for module in (array, alone):
+        for each in (array, alone):
             if len(batch) == 4:
-                module(batch)
+                each(batch)
             else:
                 with pytest.raises(ValueError, match="large"):
-                    module(batch)
+                    each(batch)
         for name, buffer in alone.named_buffers():
             torch.testing.assert_close(array.get_buffer(name)[0], buffer)
 

@@ -281,16 +281,7 @@ def test_values_that_are_not_finite_stay_with_their_member() -> None:
         torch.testing.assert_close(actual, model(x), rtol=1e-9, atol=1e-11, equal_nan=True)
 
 
-# Targets and inputs of which any size may differ between members: losses, updates and metrics of each as alone.
-CLASSES = (3, 5, 3, 7)
-X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def heads() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, c)).double() for c in CLASSES]
-
-
+# Inputs of which any size may differ between members.
 def test_inputs_may_differ_in_any_size() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in range(3)]

@@ -183,25 +183,20 @@ class Soak:
         self.count = 0
         began = time.monotonic()
         run_folder = self._new_folder()
-        driver = self._driver(run_folder)
+        driver = Driver(self.run, run_folder, self.temporary)
         driver.wait_for_events()
         started = time.monotonic()
         self._end(driver)
         assert driver.process.returncode == 0, driver.errors()
         self.seconds, self.trains = time.monotonic() - began, time.monotonic() - started
-        self.expected, self.events = self._results(run_folder), sorted(driver.events())
+        self.expected = torch.load(run_folder / "results", weights_only=True)
+        self.events = sorted(driver.events())
         self._check_left()
 
     def _new_folder(self) -> Path:
         run_folder, self.count = self.folder / f"run-{self.count}", self.count + 1
         run_folder.mkdir()
         return run_folder
-
-    def _driver(self, run_folder: Path) -> Driver:
-        return Driver(self.run, run_folder, self.temporary)
-
-    def _results(self, run_folder: Path) -> Any:
-        return torch.load(run_folder / "results", weights_only=True)
 
     def _end(self, driver: Driver) -> None:
         try:
@@ -215,7 +210,7 @@ class Soak:
         run_folder = self._new_folder()
         instants = sorted(self.draw.uniform(0, self.trains) for _ in range(count))
         while True:
-            driver = self._driver(run_folder)
+            driver = Driver(self.run, run_folder, self.temporary)
             driver.wait_for_events()
             start, ends = time.monotonic(), False
             while instants and not ends and driver.process.poll() is None:
@@ -237,7 +232,9 @@ class Soak:
             instants.sort()
         # The trials of a sweep are trained in arrays of other widths, where devices are others.
         limit = 0.0 if self.run == "trained" else 1e-9
-        assert same(self._results(run_folder), self.expected, limit), f"{run_folder}: other results by {dict(faults)}"
+        assert same(torch.load(run_folder / "results", weights_only=True), self.expected, limit), (
+            f"{run_folder}: other results by {dict(faults)}"
+        )
         if self.run == "trained":
             actual, expected = Counter(driver.events()), Counter(self.events)
             message = f"missing {[*(expected - actual)][:5]}, more often {[*(actual - expected)][:5]}"

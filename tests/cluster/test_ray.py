@@ -204,7 +204,6 @@ def test_a_sweep_on_two_nodes_gives_what_one_machine_gives(
             killer.start()
         return cases.space(trial)
 
-    monkeypatch.setenv("HFUSION_RATES", "standard")
     expected = sweep(cases.MACHINE)
     assert_same_sweep(sweep(cluster(tmp_path)), expected)
     assert nothing_left(tmp_path)

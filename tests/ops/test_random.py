@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from hfusion.core.layout import Layout, stacked_to_listed, stacked_to_packed
+from hfusion.core.layout import CONVERSIONS, Layout
 from hfusion.core.member_random import recording
 from hfusion.ops.random import SELU_LIMIT
 from hfusion.ops.rule import MemberScalars
@@ -35,9 +35,7 @@ def graph_of(target: OpOverload, args: tuple[Any, ...], operands: list[Tensor], 
 def arranged(x: Tensor, layout: Layout) -> Any:
     if layout is Layout.SHARED:
         return x[0]
-    if layout is Layout.PACKED:
-        return stacked_to_packed(x, MEMBERS)
-    return stacked_to_listed(x, MEMBERS) if layout is Layout.LISTED else x
+    return x if layout is Layout.STACKED else CONVERSIONS[Layout.STACKED, layout](x, MEMBERS)
 
 
 def with_noise(target: OpOverload, x: Tensor, noise: Tensor, p: float) -> Tensor:

@@ -147,20 +147,6 @@ def test_an_evaluation_is_in_eval_mode_and_changes_no_member() -> None:
         torch.testing.assert_close(value, F.cross_entropy(copy.deepcopy(member).eval()(x), y))
 
 
-def arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a population and of its load, but for the models."""
-    make = options.get("optimizer", _plain)
-    keywords = {"compile": False, **options, "loss": F.cross_entropy}
-    keywords["optimizer"] = lambda params: make(hf.optim.SGD, list(params))
-    if "scaler" in options:
-        keywords["scaler"] = hf.optim.GradScaler(**options["scaler"])
-    return keywords
-
-
-def _plain(kind: Any, params: Any) -> Any:
-    return kind(params, lr=0.2)
-
-
 # What the user changes in a plain member is trained, unless its optimizer has other parameters.
 class Normed(nn.Module):
     def __init__(self, width: int) -> None:

@@ -23,44 +23,20 @@ from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.train_step import TrainStep
 from tests.alone import Member, Own
-from tests.step.test_train_step import adam, needs_compiler
+from tests.step.test_train_step import needs_compiler
 from tests.zoo import normal
 
 
 # Steps in parts, on threads: the same bits as one part after the other.
-def classifier(count: int, **settings: Any) -> Any:
-    """A step of members alike in all but their weights, with BatchNorm; B programs of one block each would be slow."""
-    torch.manual_seed(1)
-    models = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(count)]
-    fused = hf.fuse(models)
-    return hf.train_step(fused, F.cross_entropy, adam(fused), **{"compile": True, **settings})
-
-
-def data(count: int = 0) -> tuple[Any, Tensor]:
-    draw = torch.Generator().manual_seed(2)
-    x, target = torch.randn(max(count, 1), 5, 4, generator=draw), torch.randint(3, (5,), generator=draw)
-    return (hf.stacked(x) if count else x[0]), target
-
-
-def state(step: Any) -> list[Tensor]:
-    tensors = [*step._fused.state_dict().values(), *(p.grad for p in step._fused.parameters())]
-    moments = [value for entry in step._optimizer.state.values() for value in entry.values()]
-    return [tensor.clone() for tensor in (*tensors, *moments)]
-
-
-def advance(step: Any, *inputs: Any, times: int = 4) -> list[Tensor]:
-    losses = [step(*inputs) for _ in range(times)]
-    return [*losses, *state(step)]
-
-
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @needs_compiler
 def test_an_error_of_one_part_is_raised_after_all_have_ended() -> None:
-    step, (x, target) = classifier(6, parts=3), data()
-    advance(step, x, target)
+    step, x, target = made(3, 6), torch.randn(8, 40), torch.randint(3, (8,))
+    for _ in range(4):
+        step(x, target)
     with pytest.raises(RuntimeError, match="the step of members 0 to 1 failed"):
         step(x, target + 7)
     before = [param.detach().clone() for param in step._fused.parameters()]

@@ -29,6 +29,9 @@ from hfusion.tasks.reading import Reader, end_workers, reading
 from hfusion.tasks.task import Step
 from tests.trained import BATCHES, EPOCHS, Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
 
+# From Python 3.12 on fork warns where there are threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
 
 @dataclass(frozen=True)
 class Broken:
@@ -218,8 +221,6 @@ def test_a_fault_on_one_of_two_devices(on: hf.Machine) -> None:
     assert equal_states(array(0), expected[1])
 
 
-# From Python 3.12 on fork warns where there are threads.
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("fails", [False, True])
 def test_processes_that_read_for_a_loader_are_gone(fails: bool, on: hf.Machine) -> None:
     x, y = (torch.cat(parts) for parts in zip(*LOADER, strict=True))
@@ -351,8 +352,6 @@ def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
 
 # Loaders: threads and processes that they start end, and each task draws as if it were alone.
 # Threads and processes that a loader started end when it is no longer read.
-# From Python 3.12 on fork warns where there are threads.
-forking = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 class Numbers(Dataset[int]):

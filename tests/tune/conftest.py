@@ -1,4 +1,4 @@
-"""Rates that need no measurement, a quiet Optuna, and arrays of whatever size."""
+"""A quiet Optuna, and arrays of whatever size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HFUSION_RATES", "standard")
     # So small sweeps would be plain torch.
     monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: math.inf)
     optuna = pytest.importorskip("optuna")

@@ -80,7 +80,6 @@ def assert_same_sweep(actual: hf.SweepResult, expected: hf.SweepResult) -> None:
 def whole() -> hf.SweepResult:
     """On one machine; its trials are those of test_sweep, which are compared with trials alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HFUSION_RATES", "standard")
         patch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: math.inf)
         result = sweep(MACHINE)
     assert {trial.state.name for trial in result.trials} == {"COMPLETE", "PRUNED"}

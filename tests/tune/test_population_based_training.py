@@ -58,28 +58,18 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
     )
 
 
-def rule(name: str, param: Any) -> dict[str, Any]:
-    """Options of a param group that the space does not replace."""
-    return {"lr": 0.02} if name == "2.weight" else {"momentum": 0.5} if param.dim() < 2 else {}
-
-
-def one_group_each(params: Any) -> torch.optim.SGD:
-    return torch.optim.SGD([{"params": [param]} for param in params])
-
-
-def alone(trials: list[Any], rule: Any = lambda name, param: {}) -> list[list[float]]:
+def alone(trials: list[Any]) -> list[list[float]]:
     """The values of all trials in plain torch, copied as was noted."""
 
     def begin(member: Member, params: dict[str, Any]) -> None:
         member.own.norm = params["clip_norm"]
-        for group, (name, param) in zip(member.opt.param_groups, member.model.named_parameters(), strict=True):
-            group.update({key: params[key] for key in ("lr", "momentum")} | rule(name, param))
+        member.opt.param_groups[0].update(lr=params["lr"], momentum=params["momentum"])
 
     data, runs, values = loaders(), [], [[] for _ in trials]
     for trial in trials:
         torch.manual_seed(trial.number)
         first = trial.user_attrs.get("hfusion:suggested", trial.params)
-        runs.append(Member(make_model(4 * first["width"]), one_group_each, F.cross_entropy, Own()))
+        runs.append(Member(make_model(4 * first["width"]), torch.optim.SGD, F.cross_entropy, Own()))
         begin(runs[-1], first)
     for epoch in range(EPOCHS):
         for number, member in enumerate(runs):
@@ -103,9 +93,7 @@ def noted(result: hf.SweepResult) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole() -> hf.SweepResult:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HFUSION_RATES", "standard")
-        return sweep()
+    return sweep()
 
 
 def test_copies_train_as_their_originals_would(whole: hf.SweepResult) -> None:

@@ -42,7 +42,6 @@ def nothing(event: str) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of sweeps that are not killed, by sampler."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HFUSION_RATES", "standard")
         patch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: math.inf)
         return {name: everything(run(str(tmp_path_factory.mktemp(name)), nothing, name)) for name in killed.samplers()}
 
