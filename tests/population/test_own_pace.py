@@ -154,10 +154,6 @@ def test_members_age_by_their_own_updates_and_a_bad_one_keeps_its_statistics() -
     assert not torch.equal(means[1], before[1])
 
 
-def values(count: int) -> Tensor:
-    return torch.randn(count, 3, dtype=DOUBLE)
-
-
 def test_a_removed_sample_spoils_nothing() -> None:
     torch.manual_seed(0)
     pop = hf.Population(
@@ -166,7 +162,7 @@ def test_a_removed_sample_spoils_nothing() -> None:
         loss=F.mse_loss,
         compile=False,
     )
-    x, y = torch.randn(4, 4, dtype=DOUBLE), values(4)
+    x, y = torch.randn(4, 4, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
     y[1] = torch.nan
     losses = pop.step(x, y, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
     assert bool(losses.isfinite().all())

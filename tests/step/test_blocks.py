@@ -119,10 +119,6 @@ def memory_budget_loss_of(output: Any, target: Tensor) -> Tensor:
     return (output.sin() * target.reshape(-1, *[1] * (output.dim() - 1))).mean()
 
 
-def clip(fused: hf.FusedModule) -> None:
-    hf.optim.clip_grad_norm_(fused.parameters(), 0.05)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocks_train_as_the_members_alone(case: Case) -> None:
     torch.manual_seed(0)
@@ -136,7 +132,7 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     owns = [Own(lr, norm=norm) for lr in rates]
     members = [Member(model, make, memory_budget_loss_of, own) for model, own in zip(alone, owns, strict=True)]
     if case.clip:
-        opt.register_step_pre_hook(lambda *_: clip(fused))
+        opt.register_step_pre_hook(lambda *_: hf.optim.clip_grad_norm_(fused.parameters(), 0.05))
 
     def draw(size: int) -> list[Tensor]:
         return [case.draw(size) for _ in range(5)] if case.stacked else [case.draw(size)] * 5

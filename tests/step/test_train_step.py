@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from tests.alone import Member, Own
+from tests.forwards.table import module
 from tests.zoo import MODELS, Model, normal
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -132,20 +133,14 @@ def test_compiled(parts: int | str, count: int, model: Model) -> None:
         assert comparison.step.compilations == 1
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.a(x) + self.b(y)
+TwoInputs = module(lambda self, x, y: self.a(x) + self.b(y), a=lambda: nn.Linear(3, 2), b=lambda: nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
 def test_tuples_and_keywords(compile: bool) -> None:
     """One result whichever way the inputs are given."""
     torch.manual_seed(0)
-    models = [TwoInputs().double() for _ in range(2)]
+    models = [TwoInputs() for _ in range(2)]
     x, y, target = torch.randn(5, 3).double(), torch.randn(5, 4).double(), torch.randn(2, 5, 2).double()
     results = []
     for inputs, keywords in [((x, y), {}), ([x, y], {}), ({"x": x, "y": y}, {}), (x, {"y": y})]:
@@ -238,15 +233,12 @@ def test_an_optimizer_of_torch_with_schedule_clipping_and_gradients_left_over() 
     assert step.report().rows[0].how.startswith("one program")
 
 
-class Switched(nn.Module):
-    """Uses a layer only if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.extra = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
-
-    def forward(self, x: Tensor, switched: bool) -> Tensor:
-        return self.first(x) + self.extra(x) if switched else self.first(x)
+# Uses a layer only if it is told to.
+Switched = module(
+    lambda self, x, switched: self.first(x) + self.extra(x) if switched else self.first(x),
+    first=lambda: nn.Linear(4, 2),
+    extra=lambda: nn.Linear(4, 2),
+)
 
 
 @needs_compiler
