@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler as ls
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -167,7 +167,8 @@ MACHINE = hf.Machine([hf.Device("cpu", memory="1GiB")])
 NAMES: dict[str, Any] = {
     "ComputeRates": ComputeRates, "DataLoader": DataLoader, "F": F, "Parameter": Parameter,
     "Ragged": Ragged, "Rates": Rates, "check_losses": check_losses, "ls": ls, "normal": normal, "np": np,
-    "optim": hf.optim, "per_member": hf.optim.lr_scheduler.PerMember, "prune": prune, "weakref": weakref,
+    "optim": hf.optim, "parametrizations": parametrizations,
+    "per_member": hf.optim.lr_scheduler.PerMember, "prune": prune, "weakref": weakref,
 }  # fmt: skip
 # Made anew for each line that names them.
 FIXTURES: dict[str, Callable[[], Any]] = {
@@ -234,6 +235,14 @@ FUSE = {
     "setattr(fused.get_submodule('0'), 'bias', None)": r"bias of a fused Linear is of shape .*become No",
     "setattr(fused.get_submodule('0'), 'bias', Parameter(torch.ones(4)))": r"cannot become of shape \(4,\)",
     "fused.get_submodule('0').register_parameter('bias', None)": "cannot become None",
+    "fused.get_submodule('0').register_parameter('more', Parameter(torch.ones(2)))": "fused Linear.*fuse them again",
+    "fused.get_submodule('0').register_buffer('more', torch.ones(2))": "fused Linear.*fuse them again",
+    "fused.get_submodule('0').add_module('more', nn.ReLU())": "fused Linear.*fuse them again",
+    "setattr(fused.get_submodule('0'), 'more', nn.ReLU())": "fused Linear.*fuse them again",
+    "delattr(fused.get_submodule('0'), 'weight')": "fused Linear.*fuse them again",
+    "parametrizations.weight_norm(fused.get_submodule('0'))": "fused Linear.*fuse them again",
+    "parametrizations.spectral_norm(fused.get_submodule('0'))": "fused Linear.*fuse them again",
+    "prune.l1_unstructured(fused.get_submodule('0'), 'weight', amount=0.5)": "fused Linear.*fuse them again",
     "optim.fuse([adam(two.members[0])], two)": "1 optimizers for an array of 2 members",
     "optim.fuse([adam(two.members[0]), torch.optim.SGD(two.members[1])], two)": "the optimizer is 'SGD' for member 1",
     "optim.fuse([torch.optim.Rprop(p) for p in two.members], two)": "optimizer 0 is Rprop; supported are torch.optim.A",

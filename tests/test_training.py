@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import hfusion as hf
@@ -105,27 +104,6 @@ def test_update_bn_member_by_member() -> None:
         update_bn(inputs(3), model)
     compare_tensors(fused, models, "after update_bn")
     assert fused.get_buffer("1.num_batches_tracked").tolist() == [3] * MEMBERS
-
-
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "weight norm": parametrizations.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "pruning": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
-    "a submodule": lambda module: module.add_module("more", nn.ReLU()),
-    "an attribute": lambda module: setattr(module, "more", nn.ReLU()),
-    "a parameter": lambda module: module.register_parameter("more", nn.Parameter(torch.ones(2))),
-    "a buffer": lambda module: module.register_buffer("more", torch.ones(2)),
-    "a deletion": lambda module: delattr(module, "weight"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_would_change_a_captured_module_is_refused(change: Callable[[nn.Module], Any]) -> None:
-    fused, models = pair()
-    with pytest.raises(hf.FusionError, match=r"fused Linear.*fuse them again"):
-        change(fused.get_submodule("0"))
-    (x,) = inputs(1)
-    torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]))
 
 
 def compiled(model: nn.Module) -> Any:

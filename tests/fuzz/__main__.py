@@ -20,16 +20,10 @@ class Tally:
     """Counts of the outcomes so far."""
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    invalid: Counter[str] = field(default_factory=Counter)
     faults: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, program: Program, result: Outcome) -> None:
         self.verdicts[result.verdict] += 1
-        if result.verdict is Verdict.REFUSED:
-            self.refusals[gist(result.words)] += 1
-        if result.verdict is Verdict.INVALID:
-            self.invalid[gist(result.words)] += 1
         if result.bad:
             self.faults.setdefault(gist(result.words), []).append(program.seed)
 
@@ -85,10 +79,6 @@ def _summary(tally: Tally, programs: int, seconds: float) -> None:
     print(f"{programs} programs in {seconds:.0f} s, {programs / seconds:.2f} per second")
     for verdict, number in tally.verdicts.most_common():
         print(f"{number:6} {verdict}")
-    for title, table in (("refused", tally.refusals), ("not runnable alone", tally.invalid)):
-        print(f"{title}:")
-        for words, number in table.most_common(40):
-            print(f"{number:6} {words}")
     for words, seeds in tally.faults.items():
         print(f"FAULT {len(seeds)} times: {words}\n      seeds {seeds[:10]}")
 
