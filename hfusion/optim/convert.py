@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
+from hfusion.core.member_table import MemberTable
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formulas import Adam, AdamW
@@ -20,19 +21,7 @@ from hfusion.optim.hyper import ParamGroup
 _INTERNAL = ("params", "param_names", "differentiable", "foreach", "fused", "capturable")
 
 
-class FusedArray(Protocol):
-    """The interface of a fused module that :func:`fuse` uses."""
-
-    def __len__(self) -> int: ...
-
-    def origin(self, parameter: torch.nn.Parameter) -> tuple[int, str] | None: ...
-
-    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]: ...
-
-
-def fuse(
-    optimizers: Sequence[Optimizer], fused: FusedArray, into: type[FusedOptimizer] | None = None
-) -> FusedOptimizer:
+def fuse(optimizers: Sequence[Optimizer], fused: Any, into: type[FusedOptimizer] | None = None) -> FusedOptimizer:
     """Return a fused optimizer that continues from the state of ``optimizers``.
 
     Args:
@@ -45,23 +34,34 @@ def fuse(
         FusionError: optimizers of several classes, other parameters or other groups.
         ValueError: a value is out of range.
     """
-    optimizers = _checked(optimizers, fused, into)
-    cls = into or _counterpart(optimizers)
+    originals = _checked(optimizers, fused, into)
+    cls = into or _counterpart(originals)
     params = dict(fused.named_parameters())
-    keys = _aligned_keys(optimizers, fused, params)
-    groups: list[ParamGroup] = []
-    fused_state: dict[Tensor, dict[str, Tensor]] = {}
-    for index, names in enumerate(keys):
-        member_groups = [optimizer.param_groups[index] for optimizer in optimizers]
-        groups.append(_fuse_group(cls, index, member_groups, [params[name] for name in names]))
-        for name, *originals in zip(names, *(group["params"] for group in member_groups), strict=True):
-            states = [opt.state.get(original, {}) for opt, original in zip(optimizers, originals, strict=True)]
-            if any(map(_has_tensors, states)):
-                fused_state[params[name]] = _stack_state(cls, params[name], states)
-    fused_optimizer: FusedOptimizer = cls(groups)
-    fused_optimizer.explicit_keys = [_explicit_keys(optimizers, index) for index in range(len(groups))]
-    fused_optimizer.state.update(fused_state)
-    return fused_optimizer
+    keys = _aligned_keys(originals, fused, params)
+    groups = [
+        _fuse_group(cls, index, [original.param_groups[index] for original in originals], [params[n] for n in names])
+        for index, names in enumerate(keys)
+    ]
+    optimizer: FusedOptimizer = cls(groups)
+    optimizer.explicit_keys = [_explicit_keys(originals, index) for index in range(len(groups))]
+    for member, original in enumerate(originals):
+        tables: dict[str, MemberTable] = {}
+        for param, state in original.state.items():
+            stack = params[fused.origin(param)[1]]
+            mark = membership_of(stack)
+            entry = {
+                k: v for k, v in state.items() if isinstance(v, Tensor) and (k in cls.numbers or v.shape == param.shape)
+            }
+            if entry:
+                # SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun.
+                entry["step"] = torch.tensor(float(state.get("step", 1)), device="cpu")
+                if mark.stacked:
+                    rows = {key: value.unsqueeze(0) for key, value in entry.items()}
+                    tables[f"state/{mark.name}"] = MemberTable(1, rows)
+                else:
+                    optimizer.state[stack] = {key: value.clone() for key, value in entry.items()}
+        optimizer.put([member], tables)
+    return optimizer
 
 
 def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
@@ -122,9 +122,7 @@ def _counterpart(optimizers: list[Optimizer]) -> type[FusedOptimizer]:
     return AdamW if decoupled[0] else Adam
 
 
-def _aligned_keys(
-    optimizers: list[Optimizer], fused: FusedArray, params: dict[str, torch.nn.Parameter]
-) -> list[list[str]]:
+def _aligned_keys(optimizers: list[Optimizer], fused: Any, params: dict[str, torch.nn.Parameter]) -> list[list[str]]:
     """Return the keys of the parameters in each param group. Raises FusionError if the members' groups differ."""
     keys: list[list[list[str]]] = []
     for member, optimizer in enumerate(optimizers):
@@ -139,9 +137,15 @@ def _aligned_keys(
                         "fused"
                     )
                 owner, key = origin
-                if owner != member and membership_of(params[key]).stacked:
+                mark = membership_of(params[key])
+                if owner != member and mark.stacked:
                     raise FusionError(
                         f"{where} is {key!r} of member {owner}: give one optimizer per member, in their order"
+                    )
+                if not mark.stacked and mark.members > 1 and optimizer.state.get(param):
+                    raise FusionError(
+                        f"parameter {mark.name!r} is one tensor for all members, and {mark.members} optimizers have "
+                        "updated it: train it with one optimizer of its own, or freeze it"
                     )
                 keys[member][number].append(key)
     _the_same("the number of param groups", [len(groups) for groups in keys])
@@ -198,30 +202,3 @@ def _explicit_keys(optimizers: Sequence[Optimizer], index: int) -> frozenset[str
             if values[index] != default and any(value != values[index] for value in values):
                 explicit.add(key)
     return frozenset(explicit)
-
-
-def _has_tensors(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, Tensor) for value in state.values())
-
-
-def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    mark = membership_of(param)
-    if not mark.stacked and mark.members > 1:
-        raise FusionError(
-            f"parameter {mark.name!r} is one tensor for all members, and {mark.members} optimizers have "
-            "updated it: train it with one optimizer of its own, or freeze it"
-        )
-    names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, Tensor))
-    # SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun.
-    steps = [float(state.get("step", _has_tensors(state))) for state in states]
-    stacked = {"step": torch.tensor(steps, dtype=torch.float32, device="cpu")}
-    row = param[0] if mark.stacked else param
-    for name in names:
-        if name == "step":
-            continue
-        if name in cls.numbers:
-            numbers = [state.get(name, torch.tensor(cls.numbers[name], device="cpu")) for state in states]
-            stacked[name] = torch.stack([number.detach().cpu() for number in numbers])
-        else:
-            stacked[name] = torch.stack([state.get(name, torch.zeros_like(row)).detach().to(row) for state in states])
-    return stacked if mark.stacked else {name: value[0] for name, value in stacked.items()}
