@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from hfusion.core.membership import mark, member_rows, membership
 from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 from hfusion.device.backend import sent
 from hfusion.optim import coupling, native_kernels
-from hfusion.optim.clip import overflowing
+from hfusion.optim.clip import overflowing, unscale
 from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import (
@@ -43,11 +42,9 @@ from hfusion.optim.group import (
 from hfusion.optim.hyper import (
     MASTER_STACK,
     MASTER_WEIGHTS,
-    Options,
     ParamGroup,
     Settings,
-    copy_vectors,
-    named,
+    member_vector,
     plain,
     read,
     state_dtype,
@@ -127,7 +124,9 @@ class FusedOptimizer(Formula, Optimizer):
                 if param.requires_grad:
                     check_memory(param, f"parameter {param_mark.name!r}")
                 self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
-            copy_vectors(group)
+            for hyper in self.hypers:
+                # A copy, so that a write into one group never changes another.
+                hyper.put(group, member_vector(hyper.label, hyper.get(group), members))
             columns = zip(self.hypers, self._settings(group).columns, strict=True)
             self.initial_values.append({h.label: c[0] if len(set(c)) == 1 else None for h, c in columns})
             self.explicit_keys.append(explicit)
@@ -176,13 +175,11 @@ class FusedOptimizer(Formula, Optimizer):
         resting = self._held
         # A torch.amp.GradScaler has these for the time of a step.
         if (found_inf := getattr(self, "found_inf", None)) is not None:
-            grads = [(p.grad.detach(), membership_of(p)) for p in self._params() if p.grad is not None]
+            grads = [member_rows(p.grad.detach(), membership_of(p)) for p in self._params() if p.grad is not None]
             if (scale := getattr(self, "grad_scale", None)) is not None:
-                inverse = scale.double().reciprocal().float()
-                for grad, _ in grads:
-                    grad.mul_(inverse.to(grad.device))
+                unscale(grads, scale.reshape(1))
             if found_inf.item():
-                overflown = overflowing([member_rows(grad, param_mark) for grad, param_mark in grads], self.members)
+                overflown = overflowing(grads, self.members)
                 if not overflown.any():
                     raise FusionError(
                         "the GradScaler found gradients that are not finite, and there are none left: they were "
@@ -453,14 +450,13 @@ class FusedOptimizer(Formula, Optimizer):
                 raise ValueError(f"{name} is {value!r}: give True or False, one for all members of a param group")
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
-        values = named("Values", tuple(hyper.name for hyper in self.hypers))
-        rows = list(starmap(values, zip(*columns, strict=True)))
-        different = dict.fromkeys(rows)
-        for row in different:
+        rows = list(map(self.Values, *columns))
+        buffers: dict[Any, tuple[str, ...]] = {}
+        for row in dict.fromkeys(rows):
             self.check(row, options)
-        buffers = {row: tuple(self.stacks(row, options)) for row in different}
+            buffers[row] = tuple(self.stacks(row, options))
         settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
-        for param in group["params"] if len(different) > 1 else ():
+        for param in group["params"] if len(buffers) > 1 else ():
             param_mark = membership_of(param)
             if not param_mark.is_own and (param.requires_grad or param.grad is not None):
                 hyper, column = next((h, c) for h, c in zip(self.hypers, columns, strict=True) if len(set(c)) > 1)
@@ -471,11 +467,10 @@ class FusedOptimizer(Formula, Optimizer):
                 )
         return settings
 
-    def _options(self, group: ParamGroup) -> Options:
-        names = (*self.options, MASTER_WEIGHTS)
-        values = (tuple(value) if isinstance(value := group[name], list) else value for name in names)
-        options: Options = named("Options", names)._make(values)
-        return options
+    def _options(self, group: ParamGroup) -> Any:
+        # A list could be changed in place, which a comparison of objects would miss.
+        group.update({name: tuple(group[name]) for name in self.options if isinstance(group[name], list)})
+        return self.Options(*map(group.__getitem__, self.options), group[MASTER_WEIGHTS])
 
     def _state(self, param: Tensor, group: ParamGroup, settings: Settings) -> State:
         """Add what a step needs and the state of a parameter lacks, at its initial values; return the state."""
@@ -483,8 +478,6 @@ class FusedOptimizer(Formula, Optimizer):
         dtype = state_dtype(param, settings.options.master_weights)
         if dtype != param.dtype and MASTER_STACK not in state:
             state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
-        if state.keys() >= {*self.numbers, *settings.names}:
-            return state
         param_mark, wide = membership_of(param), torch.get_default_dtype() == torch.float64
         for name, first in self.numbers.items():
             # The dtypes in which torch's optimizers keep scalar state.

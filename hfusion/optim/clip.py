@@ -47,7 +47,7 @@ def clip_stacks(
 ) -> Tensor:
     """Clip stacked gradients ``[B, *S]`` in place: each member's norm to its limit in ``limits [B]``; return norms."""
     first, members = grads[0].device, len(limits)
-    together = on_accelerator(grads, members) if first.type not in EACH_ALONE and norm_type in ORDERS else []
+    together = on_accelerator(grads) if first.type not in EACH_ALONE and norm_type in ORDERS else []
     if together:
         norms = total_norm(torch.cat([stacks.norms(norm_type) for stacks in together]), norm_type)
     else:
@@ -106,6 +106,14 @@ def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
     for magnitudes in largest.values():
         bad |= torch.stack(magnitudes).isfinite().logical_not().any(0).cpu()
     return bad
+
+
+def unscale(grads: Sequence[Tensor], scales: Tensor) -> None:
+    """Divide gradients in place, each rounded once: stacks ``[B, ...]``, or ``[1, ...]``, by ``scales``, [B] or [1]."""
+    inverse = scales.double().reciprocal().float()
+    inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
+    for grad in grads:
+        grad.mul_(inverses[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
 
 
 def total_norm(norms: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -169,26 +177,20 @@ ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
 class StackedGradients:
     """Gradients ``[members, ...]`` of one dtype on one accelerator, in separate memory. Made by `on_accelerator`."""
 
-    def __init__(self, grads: Sequence[Tensor], members: int) -> None:
-        self._grads, self._members, self._device = grads, members, grads[0].device
-        sizes = tuple(grad.numel() // members for grad in grads)
-        self._tables = tables_of(self._device, members, sizes, grads[0].dtype)
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._grads, self._tables, self._device = grads, tables_of(grads), grads[0].device
         self._addresses = addresses_on(self._device, tuple(map(Tensor.data_ptr, grads)))
-        kernels = library()
-        self._constants = {"dtype": kernels.DTYPES[grads[0].dtype], "BLOCK": kernels.BLOCK}
 
     def norms(self, norm_type: float) -> Tensor:
         """Return the norms ``[tensors, members]``, each rounded to the dtype of the gradients."""
         tables, addresses, kernels, dtype = self._tables, self._addresses, library(), self._grads[0].dtype
-        norms = torch.empty(len(self._grads), self._members, dtype=dtype, device=self._device)
-        arithmetic = torch.promote_types(dtype, torch.float32)
+        norms = torch.empty(len(self._grads), len(self._grads[0]), dtype=dtype, device=self._device)
+        arithmetic, order = torch.promote_types(dtype, torch.float32), ORDERS[norm_type]
         partials = torch.empty(tables.programs, dtype=arithmetic, device=self._device)
-        constants = {"ORDER": ORDERS[norm_type], **self._constants}
         with backend(self._device).current():
-            tables.launch(kernels.partial_norms, addresses.wide, addresses.tensor, tables.firsts, partials, **constants)
-            kernels.row_norms[tuple(norms.shape)](
-                tables.sizes, tables.firsts, partials, norms, self._members, enable_fp_fusion=False, **constants
-            )
+            tables.launch(kernels.partial_norms, addresses.wide, addresses.tensor, tables.firsts, partials, ORDER=order)
+            row_norms = kernels.row_norms[tuple(norms.shape)]
+            row_norms(tables.sizes, tables.firsts, partials, norms, norms.shape[1], ORDER=order, **tables.constants)
         return norms
 
     def scale(self, factors: Tensor) -> None:
@@ -196,10 +198,10 @@ class StackedGradients:
         torch.autograd.graph.increment_version(self._grads)
         addresses = self._addresses
         with backend(self._device).current():
-            self._tables.launch(library().scale_rows, addresses.wide, addresses.tensor, factors, **self._constants)
+            self._tables.launch(library().scale_rows, addresses.wide, addresses.tensor, factors)
 
 
-def on_accelerator(grads: Sequence[Tensor], members: int) -> list[StackedGradients]:
+def on_accelerator(grads: Sequence[Tensor]) -> list[StackedGradients]:
     """Return the gradients by dtype; none without Triton, for dtypes that it lacks, or on several devices.
 
     Members must lie one behind the other, in any order of the other dims, and no two gradients in the same memory.
@@ -213,7 +215,7 @@ def on_accelerator(grads: Sequence[Tensor], members: int) -> list[StackedGradien
     if not (apart and alike) or is_recorded(device):
         return []
     dtypes = dict.fromkeys(grad.dtype for grad in grads)
-    return [StackedGradients([grad for grad in grads if grad.dtype is dtype], members) for dtype in dtypes]
+    return [StackedGradients([grad for grad in grads if grad.dtype is dtype]) for dtype in dtypes]
 
 
 def _rows_apart(grad: Tensor) -> bool:

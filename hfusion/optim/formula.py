@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -95,6 +96,10 @@ class Formula:
     """Numbers that may differ between members."""
     options: ClassVar[tuple[str, ...]] = ()
     """Keys of the param group with one value for all members."""
+    Values: ClassVar[Any] = None
+    """A named tuple of the ``hypers``: numbers of one member, or vectors."""
+    Options: ClassVar[Any] = None
+    """A named tuple of the ``options`` of a param group, and of its `MASTER_WEIGHTS`."""
     numbers: ClassVar[Mapping[str, float]] = {"step": 0.0}
     """State that is one number per member, with its initial value; ``step`` counts the member's steps."""
     torch_class: ClassVar[type[Optimizer] | None] = None
@@ -118,6 +123,9 @@ class Formula:
         cls.options = tuple(
             name for name, argument in cls.arguments.items() if not argument.hypers and name != MASTER_WEIGHTS
         )
+        named: Any = namedtuple
+        cls.Values = named("Values", [hyper.name for hyper in cls.hypers])
+        cls.Options = named("Options", [*cls.options, MASTER_WEIGHTS])
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("params", kinds[0], annotation="Any")]
         for name, argument in cls.arguments.items():

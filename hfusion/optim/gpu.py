@@ -71,27 +71,23 @@ class TritonStepper(Stepper):
     contiguous = True
 
     def __init__(self, program: kernel_source.KernelProgram, tensors: StepTensors) -> None:
-        kernels, stacks = library(), tensors.stacks
-        first = real_view(stacks[0][0])
+        stacks, params = tensors.stacks, list(map(real_view, tensors.stacks[0]))
         functions = generated(kernel_source.triton_source(program))
         self._kernel, self._prepare = functions["update"], functions.get("prepare")
         self._step, self._program = tensors, program
-        self._device, self._dtype = first.device, first.dtype
-        self._members = len(first)
+        self._device, self._members = params[0].device, len(params[0])
         self._counts = tensors.numbers.get("step", [])
-        sizes = tuple(real_view(param).numel() // self._members for param in stacks[0])
-        self._tables = tables_of(self._device, self._members, sizes, self._dtype)
-        self._constants = {"dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
+        self._tables = tables_of(params)
         # Addresses are sent once and kept, because torch often reuses freed memory.
         self._at = lru_cache(_MAX_ADDRESS_SETS)(partial(addresses_on, self._device))
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
-        self._device_counts = self._counted.write_changed(torch.zeros(len(sizes), self._members, device="cpu"))
-        shape = len(sizes), len(program.scalars), self._members
-        self._scalars = DeviceNumbers(self._device, torch.promote_types(self._dtype, torch.float32))
+        self._device_counts = self._counted.write_changed(torch.zeros(len(params), self._members, device="cpu"))
+        shape = len(params), len(program.scalars), self._members
+        self._scalars = DeviceNumbers(self._device, torch.promote_types(params[0].dtype, torch.float32))
         self._device_scalars = self._scalars.write(torch.zeros(shape, device="cpu"))
-        self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
+        self._scalars_grid = (len(params), -(-self._members // library().ROWS))
         self._params = self._at(tuple(tensor.data_ptr() for stack in stacks for tensor in stack))
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
@@ -115,7 +111,7 @@ class TritonStepper(Stepper):
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step, which also counts on the device; return what must stay alive while it may be replayed."""
-        # Triton launches on the current device. As in C, every operation rounds.
+        # Triton launches on the current device.
         with backend(self._device).current():
             if self._prepare is not None:
                 read = (self._device_table, self._device_counts)
@@ -124,7 +120,7 @@ class TritonStepper(Stepper):
                 )
             arguments = (self._members, self._params.tensor, self._grads.tensor, self._device_scalars)
             wide, tensors = self._params.wide and self._grads.wide, len(self._tables.sizes)
-            self._tables.launch(self._kernel, wide, tensors, *arguments, **self._constants)
+            self._tables.launch(self._kernel, wide, tensors, *arguments)
         return self._grads, self._params
 
 
@@ -145,26 +141,30 @@ class Tables(NamedTuple):
     """Tensors of certain sizes, wherever they lie, as the kernels take them, see `triton_kernels`.
 
     ``programs``: the number of all blocks of all rows. ``spots``: by the elements that a thread moves at once.
+    ``constants``: what all kernels take.
     """
 
     sizes: Tensor
     firsts: Tensor
     programs: int
     spots: Mapping[int, Tensor]
+    constants: Mapping[str, Any]
 
     def launch(self, kernel: Any, wide: bool, *arguments: Any, **constants: Any) -> None:
-        """Launch a kernel for all elements. ``wide``: whether the addresses of all tensors are. Every operation rounds.
+        """Launch a kernel for all elements. ``wide``: whether the addresses of all tensors are.
 
         Triton launches on the current device.
         """
         for lanes, spots in self.spots.items():
-            launched = kernel[(len(spots),)]
-            launched(spots, self.sizes, *arguments, LANES=lanes if wide else 1, enable_fp_fusion=False, **constants)
+            kernel[(len(spots),)](
+                spots, self.sizes, *arguments, LANES=lanes if wide else 1, **self.constants, **constants
+            )
 
 
-def tables_of(device: torch.device, members: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tables:
-    """Return the tables of tensors with these elements of a member."""
-    tables = cached_tables(device, members, sizes, WIDTH // dtype.itemsize, library().BLOCK)
+def tables_of(stacks: Sequence[Tensor]) -> Tables:
+    """Return the tables of stacks ``[members, ...]`` of one dtype on one accelerator."""
+    device, members = stacks[0].device, len(stacks[0])
+    tables = cached_tables(device, members, tuple(s.numel() // members for s in stacks), stacks[0].dtype)
     for table in (tables.sizes, tables.firsts, *tables.spots.values()):
         # Another stream may have made it.
         backend(device).share(table)
@@ -172,9 +172,11 @@ def tables_of(device: torch.device, members: int, sizes: tuple[int, ...], dtype:
 
 
 @lru_cache(maxsize=16)
-def cached_tables(device: torch.device, members: int, sizes: tuple[int, ...], lanes: int, block: int) -> Tables:
-    """Return the tables, which any stream may read. ``lanes``: the most elements that a thread moves at once."""
-    host = torch.device("cpu")
+def cached_tables(device: torch.device, members: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tables:
+    """Return the tables, which any stream may read. ``sizes``: the elements of a member."""
+    host, block, lanes = torch.device("cpu"), library().BLOCK, WIDTH // dtype.itemsize
+    # Every operation rounds.
+    constants = {"dtype": library().DTYPES[dtype], "BLOCK": block, "enable_fp_fusion": False}
     counts = torch.tensor([members * -(-size // block) for size in sizes], device=host)
     spots: dict[int, list[Tensor]] = {}
     for index, size in enumerate(sizes):
@@ -184,4 +186,4 @@ def cached_tables(device: torch.device, members: int, sizes: tuple[int, ...], la
             spots.setdefault(1 if size % lanes else lanes, []).append(rows.to(torch.int32))
     by_width = {width: torch.cat(pieces).to(device) for width, pieces in spots.items()}
     firsts = (counts.cumsum(0) - counts).to(device)
-    return Tables(torch.tensor(sizes, device=host).to(device), firsts, int(counts.sum()), by_width)
+    return Tables(torch.tensor(sizes, device=host).to(device), firsts, int(counts.sum()), by_width, constants)

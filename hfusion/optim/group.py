@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from hfusion.core.memory import has_address, is_plain
 from hfusion.device.backend import Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, Settings, state_dtype
+from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
 from hfusion.optim.kernel_source import KernelProgram, program
 from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass, FakeTensor
@@ -210,7 +210,7 @@ def check_state(
     for name, dtype in stacks.items():
         stack = entry[name]
         check_memory(stack, f"the state {name!r} of parameter {mark.name!r}")
-        if (*_shape_device_layout(stack), stack.dtype) != (*_shape_device_layout(param), dtype):
+        if (stack.shape, stack.device, stack.layout, stack.dtype) != (param.shape, param.device, param.layout, dtype):
             raise FusionError(
                 f"the state {name!r} of parameter {mark.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
                 "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
@@ -245,10 +245,6 @@ def check_gradient(param: Tensor, mark: Membership, grad: Tensor) -> None:
     raise RuntimeError(f"the gradient of {mark.name!r} {mismatch}: one of them was replaced through .data")
 
 
-def _shape_device_layout(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.layout]:
-    return tensor.shape, tensor.device, tensor.layout
-
-
 def _text(tensor: Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"
@@ -275,10 +271,10 @@ class RecordedUpdates:
     @property
     def how(self) -> str:
         """Description of how a step is launched, with the reason if its launches are not recorded; empty on a CPU."""
+        if self._record == "":
+            return ""
         if why := self._recorded.why or self._unrecordable:
             return f"launched one by one: {why}"
-        if isinstance(self._record, str):
-            return ""
         if self._recorded:
             return "recorded and replayed as one"
         return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
@@ -300,13 +296,10 @@ class RecordedUpdates:
         def launch() -> object:
             return [group.stepper.launch(grads) for _, group, grads in work]
 
-        (launch if isinstance(record, str) else self._recorded_launch(record, work, launch))()
-
-    def _recorded_launch(self, record: Recorder, work: Work, launch: Callable[[], object]) -> Callable[[], object]:
-        """Return what replays the launches of ``work``, or ``launch`` where they are not recorded."""
         self._unrecordable = next((why for _, group, _ in work if (why := group.stepper.unrecordable)), "")
-        if self._unrecordable or not work or self._recorded.why:
-            return launch
+        if isinstance(record, str) or self._unrecordable or not work or self._recorded.why:
+            launch()
+            return
         key = tuple(
             (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
         )
@@ -318,7 +311,7 @@ class RecordedUpdates:
             if self._address_counts[key] >= STEADY and not self._recorded.full:
                 # Recording does not run the launches; the replay does.
                 recorded = self._recorded.add(key, lambda: record(launch))
-        return launch if recorded is None else recorded[0]
+        (launch if recorded is None else recorded[0])()
 
     def forget(self) -> None:
         """Discard recordings and counts of addresses, which are no longer valid."""
@@ -340,9 +333,6 @@ class PreparedUpdate:
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        keys = dict.fromkeys([*(hyper.key for hyper in optimizer.hypers), *optimizer.options, MASTER_WEIGHTS])
-        # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
-        self._read = itemgetter(next(iter(keys)), *keys)
         self._settings = [optimizer._settings(group) for group in optimizer.param_groups]
         # Each with the index of its param group.
         self.groups: list[tuple[int, Group]] = []
@@ -373,13 +363,14 @@ class PreparedUpdate:
         with DisableTorchFunctionSubclass():
             if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._tensors):
                 return None
-            unchanged = self._steady and same_objects(self._values(optimizer), self._read_values)
+            unchanged = same_objects(self._values(optimizer), self._read_values)
             if not (unchanged and self._vector_contents() == self._contents):
-                for index, group in enumerate(optimizer.param_groups):
-                    before, settings = self._settings[index], optimizer._settings(group)
-                    if (settings.names, settings.options) != (before.names, before.options):
-                        return None
-                    self._settings[index] = settings
+                settings = [optimizer._settings(group) for group in optimizer.param_groups]
+                if any(
+                    (s.names, s.options) != (o.names, o.options) for s, o in zip(settings, self._settings, strict=True)
+                ):
+                    return None
+                self._settings = settings
                 self._note_values(optimizer)
         work: Work = []
         for number, part in self.groups:
@@ -391,8 +382,6 @@ class PreparedUpdate:
     def _note_values(self, optimizer: FusedOptimizer) -> None:
         """Note from which objects the settings were read, and what these held."""
         self._read_values = self._values(optimizer)
-        # A list can be changed in place, which a comparison by identity would miss.
-        self._steady = not any(isinstance(value, list) for value in self._read_values)
         self._vectors = [vector for settings in self._settings for vector in settings.vectors]
         with DisableTorchFunctionSubclass():
             self._arrays = [vector.numpy() for vector in self._vectors]
@@ -404,10 +393,7 @@ class PreparedUpdate:
 
     def _values(self, optimizer: FusedOptimizer) -> list[object]:
         """Return the values of hyper-parameters and options. A pair is one: it can only be replaced."""
-        values: list[object] = []
-        for group in optimizer.param_groups:
-            values += self._read(group)
-        return values
+        return [group[key] for group in optimizer.param_groups for key in optimizer.arguments]
 
     def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
         """Return every other object that a step depends on."""

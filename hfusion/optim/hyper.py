@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import namedtuple
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -172,45 +171,25 @@ def read(
         return vectors, [vector.tolist() for vector in vectors]
 
 
-def copy_vectors(group: MutableMapping[str, Any]) -> None:
-    """Copy the vectors in ``group``, so that a write into one group never changes another."""
-    for key, value in group.items():
-        if isinstance(value, torch.Tensor):
-            group[key] = value.clone()
-        elif isinstance(value, tuple):
-            group[key] = tuple(item.clone() if isinstance(item, torch.Tensor) else item for item in value)
-
-
 # The checked hyper-parameters and options of a param group.
-
-Values: TypeAlias = Any
-"""A named tuple: one number per hyper-parameter, or one vector."""
 
 ParamGroup: TypeAlias = dict[str, Any]
 """As torch.optim has them."""
-
-Options: TypeAlias = Any
-"""A named tuple: the options of a param group."""
-
-
-@cache
-def named(kind: str, names: tuple[str, ...]) -> Any:
-    """Return the named tuple type with these fields."""
-    return namedtuple(kind, names)
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
     """The checked hyper-parameters of a param group: ``columns[hyper][member]``, ``members[member][hyper]``.
 
+    ``options`` and ``members`` are of the formula's named tuples.
     ``vectors``: the param group's own, from which ``columns`` were read. ``buffers``: for each member, the names of the
     state stacks that its update uses. ``counted``: whether every member counts its steps, else those that use stacks.
     """
 
     vectors: Sequence[MemberVector]
     columns: list[list[float]]
-    options: Options
-    members: Sequence[Values]
+    options: Any
+    members: Sequence[Any]
     buffers: Sequence[tuple[str, ...]]
     counted: bool
 

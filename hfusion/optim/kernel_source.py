@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import fx
 
 from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import Options, named
 
 Operand: TypeAlias = str | float
 """The name of a value, or a number that is the same for all members."""
@@ -53,7 +52,6 @@ class KernelProgram:
 
     Attributes:
         formula: its class.
-        hypers: the names of the hyper-parameters, in the order of their columns.
         states: the names of the stacks in the state.
         before: the operations that compute scalars.
         scalars: the scalars that the update reads, by name.
@@ -63,7 +61,6 @@ class KernelProgram:
     """
 
     formula: type[Formula]
-    hypers: tuple[str, ...]
     states: tuple[str, ...]
     before: Sequence[Operation]
     scalars: Mapping[str, Operand]
@@ -79,7 +76,7 @@ class KernelProgram:
         return not compared and (eps >= 1e-12 or not stacked & set(_DIVIDING))
 
 
-def program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram | None:
+def program(formula: type[Formula], options: Any, states: tuple[str, ...]) -> KernelProgram | None:
     """Return what ``formula`` computes for tensors with these ``states``; None if there are no kernels for it."""
     try:
         return _program(formula, options, states) if formula.elementwise else None  # type: ignore[arg-type]
@@ -89,11 +86,10 @@ def program(formula: type[Formula], options: Options, states: tuple[str, ...]) -
 
 
 @lru_cache(maxsize=256)
-def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) -> KernelProgram:
-    hypers, numbers = tuple(hyper.name for hyper in formula.hypers), tuple(formula.numbers)
+def _program(formula: type[Formula], options: Any, states: tuple[str, ...]) -> KernelProgram:
     trace = _FormulaTrace("b")
-    h = named("Values", hypers)._make(trace.symbol(f"h_{name}") for name in hypers)
-    n = SimpleNamespace(**{name: trace.symbol(f"n_{name}") for name in numbers})
+    h = formula.Values(*(trace.symbol(f"h_{hyper.name}") for hyper in formula.hypers))
+    n = SimpleNamespace(**{name: trace.symbol(f"n_{name}") for name in formula.numbers})
     scalars = {name: trace.operand(value) for name, value in formula.scalars(h, options, n).items()}
     before = trace.operations(())
 
@@ -111,11 +107,10 @@ def _program(formula: type[Formula], options: Options, states: tuple[str, ...]) 
     read = {*results.values(), *(operand for operation in update for operand in operation.operands)}
     return KernelProgram(
         formula,
-        hypers,
         states,
         before,
         {name: operand for name, operand in scalars.items() if f"s_{name}" in read},
-        {name: scalars[name] for name in numbers if name != "step"},
+        {name: scalars[name] for name in formula.numbers if name != "step"},
         update,
         results,
     )
@@ -196,7 +191,7 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
         real: the type of parameters, "float" or "double".
         kinds: the types of the numbers in the state; empty if there is no state.
     """
-    numbers = dict(zip(program.formula.numbers, kinds, strict=False))
+    hypers, numbers = program.formula.hypers, dict(zip(program.formula.numbers, kinds, strict=False))
 
     def scalar(operand: Operand) -> str:
         return operand if isinstance(operand, str) else repr(operand).replace("inf", "INFINITY").replace("nan", "NAN")
@@ -222,7 +217,7 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
         "          void *const *counts, void *records) {",
         *(f"{kind} *at_{name} = counts[{index}];" for index, (name, kind) in enumerate(numbers.items())),
         "for (int64_t b = 0; b < members; b++) {",
-        *(f"const double h_{name} = columns[{index} * stride + b];" for index, name in enumerate(program.hypers)),
+        *(f"const double h_{hyper.name} = columns[{index} * stride + b];" for index, hyper in enumerate(hypers)),
         f"const double n_step = {'at_step[b] += advance[b]' if numbers else 0};",
         *(f"const {numbers[name]} n_{name} = at_{name}[b];" for name in program.new_numbers),
         *lines(program.before, scalar),
@@ -259,11 +254,11 @@ def triton_source(program: KernelProgram) -> str:
             lines.append(f"{operation.name} = {f'rounded({value}, {dtype})' if rounds else value}")
         return lines
 
-    count, states = len(program.scalars), program.states
+    count, states, hypers = len(program.scalars), program.states, program.formula.hypers
     prepare = [
         "@triton.jit\ndef prepare(table, counts, scalars, members, ROWS: tl.constexpr):",
-        *(f"h_{name} = of_members(table, members, {index}, ROWS)" for index, name in enumerate(program.hypers)),
-        f"n_step = counted(table, counts, members, {len(program.hypers)}, ROWS)",
+        *(f"h_{hyper.name} = of_members(table, members, {index}, ROWS)" for index, hyper in enumerate(hypers)),
+        f"n_step = counted(table, counts, members, {len(hypers)}, ROWS)",
         *assigned(program.before, "tl.float64"),
         *(
             f"give(scalars, members, {count}, {index}, {text(operand)}, ROWS)"

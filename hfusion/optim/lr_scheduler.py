@@ -260,8 +260,7 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every member's scheduler, with what torch keeps of a schedule in the param groups."""
-        states = [member.state() for member in self._members]
-        return {"members": [state["scheduler"] for state in states], "groups": [state["groups"] for state in states]}
+        return {"members": [member.state() for member in self._members]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
@@ -270,8 +269,8 @@ class PerMember(torch_schedulers.LRScheduler):
             state = f"the state of {type(self).__name__} of {len(members)} members"
             raise FusionError(f"{state} does not fit one of {len(self._schedulers)}")
         self._pull()
-        for member, saved, groups in zip(self._members, members, state_dict["groups"], strict=True):
-            member.load({"scheduler": saved, "groups": groups})
+        for member, saved in zip(self._members, members, strict=True):
+            member.load(saved)
 
     def _pull(self) -> None:
         """Copy the hyper-parameters and the number of param groups from the array's optimizer to the stand-ins."""

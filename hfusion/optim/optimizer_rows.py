@@ -21,9 +21,7 @@ from hfusion.optim.group import membership_of, same_objects
 from hfusion.optim.hyper import (
     MemberVector,
     ParamGroup,
-    copy_vectors,
     member_vector,
-    named,
     plain,
     read,
 )
@@ -169,8 +167,8 @@ def begin_rows(
 ) -> None:
     """Set ``rows`` of the entries ``names`` of a parameter's state to what they are before the first step."""
     _, columns = read(group, optimizer.hypers, width(optimizer))
-    values, options = named("Values", tuple(hyper.name for hyper in optimizer.hypers)), optimizer._options(group)
-    begins = [optimizer.begin(values._make(column[row] for column in columns), options) for row in rows]
+    values, options = list(map(optimizer.Values, *columns)), optimizer._options(group)
+    begins = [optimizer.begin(values[row], options) for row in rows]
     for name in names:
         # Values of a complex stack are those of the imaginary part, too.
         stack = member_rows(real_view(optimizer.state[param][name]), membership_of(param))
@@ -201,9 +199,9 @@ class GatheredState:
         part.param_groups, part.state = [], defaultdict(dict)
         gathered = GatheredState(whole, part, params)
         for group in whole.param_groups:
-            read(group, whole.hypers, whole.members)
-            part.param_groups.append({**group, "params": gathered._small(group)})
-            copy_vectors(part.param_groups[-1])
+            part.param_groups.append(own := {**group, "params": gathered._small(group)})
+            for hyper in whole.hypers:
+                hyper.put(own, member_vector(hyper.label, hyper.get(own), whole.members))
         gathered.load(rows)
         return gathered
 

@@ -18,7 +18,7 @@ from hfusion.core.membership import member_rows
 from hfusion.core.row_indices import copied, kept_rows, rows_of
 from hfusion.device.backend import sent
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.clip import overflowing
+from hfusion.optim.clip import overflowing, unscale
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 
@@ -111,20 +111,18 @@ class GradScaler:
         if id(optimizer) in self._overflowed_members:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         self.begin(optimizer.members)
-        inverse = self.table["scale"].double().reciprocal().float()
+        scales = self.table["scale"]
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         marks = [membership_of(param) for param in params]
         shared = next((mark for mark in marks if not mark.stacked), None)
-        if shared is not None and bool((inverse != inverse[0]).any()):
+        if shared is not None and bool((scales != scales[0]).any()):
             raise FusionError(
                 f"parameter {shared.name!r} is one tensor for all {shared.members} members, and their losses have "
                 "different scales; freeze it, or use torch.amp.GradScaler"
             )
         grads = [member_rows(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
-        bad = overflowing(grads, len(inverse))
-        inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
-        for grad in grads:
-            grad.mul_(inverses[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
+        bad = overflowing(grads, len(scales))
+        unscale(grads, scales)
         self._overflowed_members[id(optimizer)] = bad
         return bad.clone()
 

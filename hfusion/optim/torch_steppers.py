@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hfusion.core.memory import real_view
 from hfusion.device.backend import DeviceNumbers
 from hfusion.optim.formula import Formula
-from hfusion.optim.hyper import Options, Settings
+from hfusion.optim.hyper import Settings
 
 # A large tensor is updated in so many pieces, of at least so many elements.
 _PIECES, _LEAST_PIECE = 16, 1 << 14
@@ -37,7 +37,7 @@ class StepTensors:
     """
 
     formula: type[Formula]
-    options: Options
+    options: Any
     names: Sequence[str]
     stacks: Sequence[Sequence[Tensor]]
     numbers: Mapping[str, list[Tensor]]
