@@ -100,6 +100,8 @@ class Formula:
     """A named tuple of the ``hypers``: numbers of one member, or vectors."""
     Options: ClassVar[Any] = None
     """A named tuple of the ``options`` of a param group, and of its `MASTER_WEIGHTS`."""
+    moments: ClassVar[tuple[str, ...]] = ()
+    """Names of the state tensors, shaped like the parameters, if every member has the same."""
     numbers: ClassVar[Mapping[str, float]] = {"step": 0.0}
     """State that is one number per member, with its initial value; ``step`` counts the member's steps."""
     torch_class: ClassVar[type[Optimizer] | None] = None
@@ -142,10 +144,10 @@ class Formula:
     def check_param(name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         """Raise ValueError if the optimizer cannot train a parameter that has this shape in one member."""
 
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+    @classmethod
+    def stacks(cls, h: Any, o: Any) -> tuple[str, ...]:
         """Return the names of the state tensors, shaped like the parameters, that a member with these values has."""
-        return ()
+        return cls.moments
 
     @staticmethod
     def begin(h: Any, o: Any) -> Mapping[str, float]:

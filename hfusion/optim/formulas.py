@@ -19,12 +19,7 @@ from hfusion.optim.hyper import HyperValue
 
 def _complements(h: Any) -> dict[str, Any]:
     """Return the hyper-parameters, and what is left of 1, which float32 would round too coarsely."""
-    return {
-        **h._asdict(),
-        "fresh1": 1 - h.beta1,
-        "fresh2": 1 - h.beta2,
-        "shrink": 1 - h.lr * h.weight_decay,
-    }
+    return {**h._asdict(), "fresh1": 1 - h.beta1, "fresh2": 1 - h.beta2, "shrink": 1 - h.lr * h.weight_decay}
 
 
 class SGD(FusedOptimizer):
@@ -85,9 +80,7 @@ class AdaptiveMoments(FusedOptimizer):
     weight_decay: HyperValue = per_member(default=0.0)
     maximize: bool = for_all(default=False, kw_only=True)
 
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    moments = ("exp_avg", "exp_avg_sq")
 
 
 class Adam(AdaptiveMoments):
@@ -250,10 +243,7 @@ class Adamax(AdaptiveMoments):
     lr: HyperValue = per_member(default=2e-3)
 
     torch_class = torch.optim.Adamax
-
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("exp_avg", "exp_inf")
+    moments = ("exp_avg", "exp_inf")
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
@@ -285,10 +275,7 @@ class Adagrad(FusedOptimizer):
     maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.Adagrad
-
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("sum",)
+    moments = ("sum",)
 
     @staticmethod
     def begin(h: Any, o: Any) -> Mapping[str, float]:
@@ -322,10 +309,7 @@ class Adadelta(FusedOptimizer):
     maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.Adadelta
-
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("square_avg", "acc_delta")
+    moments = ("square_avg", "acc_delta")
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
@@ -405,9 +389,7 @@ class Lion(FusedOptimizer):
     weight_decay: HyperValue = per_member(default=0.0)
     maximize: bool = for_all(default=False, kw_only=True)
 
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("exp_avg",)
+    moments = ("exp_avg",)
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
@@ -445,6 +427,7 @@ class Muon(FusedOptimizer):
     adjust_lr_fn: str | None = for_all(default=None)
 
     torch_class = torch.optim.Muon
+    moments = ("momentum_buffer",)
     counts_steps = False
     elementwise = False
 
@@ -464,10 +447,6 @@ class Muon(FusedOptimizer):
                 f"parameter {name!r} is {str(dtype).removeprefix('torch.')} {list(shape)} in each member: Muon trains "
                 "matrices of real numbers; give the others to another optimizer, such as hf.optim.AdamW"
             )
-
-    @staticmethod
-    def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        return ("momentum_buffer",)
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
