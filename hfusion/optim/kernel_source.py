@@ -6,7 +6,7 @@ Both languages have a macro or function of the same name for each operator (``op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -170,16 +170,12 @@ class _FormulaTrace:
         return operations
 
 
-def _texts(
-    operations: Iterable[Operation], text: Callable[[Operand], str], more: str = ""
-) -> Iterator[tuple[Operation, str]]:
-    """Yield each operation with its expression. ``more``: the last arguments of functions."""
-    for operation in operations:
-        operands = list(map(text, operation.operands))
-        if operation.operator in _INFIX and len(operands) == 2:
-            yield operation, f" {_INFIX[operation.operator]} ".join(operands)
-        else:
-            yield operation, f"{operation.operator}({', '.join(operands)}{more})"
+def _expression(operation: Operation, operands: Iterable[str]) -> str:
+    """Return the expression of an operation. Functions have operands that infix operators do not have."""
+    first, *others = operands
+    if operation.operator in _INFIX and len(operation.operands) == 2:
+        return f"{first} {_INFIX[operation.operator]} {others[0]}"
+    return f"{operation.operator}({', '.join([first, *others])})"
 
 
 @lru_cache(maxsize=256)
@@ -201,11 +197,12 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
 
     def lines(operations: Iterable[Operation], text: Callable[[Operand], str]) -> list[str]:
         assigned = []
-        for operation, value in _texts(operations, text):
+        for operation in operations:
+            operands = list(map(text, operation.operands))
+            value = _expression(operation, operands)
             if operation.operator == "div" and operation.stacked and operation.operands[1] not in elements:
                 # One division for all elements of a member.
-                dividend, divisor = map(text, operation.operands)
-                value = f"{dividend} * (1 / {divisor})"
+                value = f"{operands[0]} * (1 / {operands[1]})"
             assigned.append(f"const __auto_type {operation.name} = {value};")
         return assigned
 
@@ -249,7 +246,8 @@ def triton_source(program: KernelProgram) -> str:
 
     def assigned(operations: Iterable[Operation], dtype: str) -> list[str]:
         lines = []
-        for operation, value in _texts(operations, text, f", {dtype}"):
+        for operation in operations:
+            value = _expression(operation, [*map(text, operation.operands), dtype])
             rounds = program.formula.torch_class is not None and operation.stacked and operation.operator not in _EXACT
             lines.append(f"{operation.name} = {f'rounded({value}, {dtype})' if rounds else value}")
         return lines
@@ -257,11 +255,14 @@ def triton_source(program: KernelProgram) -> str:
     count, states, hypers = len(program.scalars), program.states, program.formula.hypers
     prepare = [
         "@triton.jit\ndef prepare(table, counts, scalars, members, ROWS: tl.constexpr):",
-        *(f"h_{hyper.name} = of_members(table, members, {index}, ROWS)" for index, hyper in enumerate(hypers)),
-        f"n_step = counted(table, counts, members, {len(hypers)}, ROWS)",
+        "tensor, member = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)",
+        "mask, column = member < members, table + member",
+        *(f"h_{h.name} = tl.load(column + {index} * members, mask, other=0.0)" for index, h in enumerate(hypers)),
+        f"n_step = counted(counts + tensor * members + member, column + {len(hypers)} * members, mask)",
         *assigned(program.before, "tl.float64"),
+        f"base = scalars + tensor * {count} * members + member",
         *(
-            f"give(scalars, members, {count}, {index}, {text(operand)}, ROWS)"
+            f"tl.store(base + {index} * members, {operand}.to(scalars.dtype.element_ty), mask)"
             for index, operand in enumerate(program.scalars.values())
         ),
     ]

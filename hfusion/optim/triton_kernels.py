@@ -42,12 +42,7 @@ BLOCK = 1024
 ROWS = 128
 """Members of one program that computes scalars."""
 
-DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 """What Triton calls the dtypes of parameters."""
 
 
@@ -213,25 +208,8 @@ def scale_rows(
 
 
 @triton.jit
-def of_members(table, members, row, ROWS: tl.constexpr):
-    """Return a row of the table for the members of a program."""
-    member = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    return tl.load(table + row * members + member, member < members, other=0.0)
-
-
-@triton.jit
-def counted(table, counts, members, row, ROWS: tl.constexpr):
-    """Return the number of this step for each member; ``row``: of what it adds."""
-    member = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    pointer = counts + tl.program_id(0) * members + member
-    count = tl.load(pointer, member < members, other=0.0) + of_members(table, members, row, ROWS).to(tl.float32)
-    tl.store(pointer, count, member < members)
+def counted(counts, advance, mask):
+    """Count a step of each member, and return its number. ``advance``: where it is what a member's count grows by."""
+    count = tl.load(counts, mask, other=0.0) + tl.load(advance, mask, other=0.0).to(tl.float32)
+    tl.store(counts, count, mask)
     return count.to(tl.float64)
-
-
-@triton.jit
-def give(scalars, members, NUMBERS: tl.constexpr, number: tl.constexpr, value, ROWS: tl.constexpr):
-    """Write one of the scalars."""
-    member = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = tl.program_id(0) * NUMBERS + number
-    tl.store(scalars + row * members + member, value.to(scalars.dtype.element_ty), member < members)
