@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
-from hfusion.core.member_table import MemberTable
+from hfusion.core.membership import member_rows
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formulas import Adam, AdamW
@@ -44,23 +44,23 @@ def fuse(optimizers: Sequence[Optimizer], fused: Any, into: type[FusedOptimizer]
     ]
     optimizer: FusedOptimizer = cls(groups)
     optimizer.explicit_keys = [_explicit_keys(originals, index) for index in range(len(groups))]
-    for member, original in enumerate(originals):
-        tables: dict[str, MemberTable] = {}
-        for param, state in original.state.items():
-            stack = params[fused.origin(param)[1]]
-            mark = membership_of(stack)
-            entry = {
-                k: v for k, v in state.items() if isinstance(v, Tensor) and (k in cls.numbers or v.shape == param.shape)
-            }
-            if entry:
+    for group, *member_groups in zip(optimizer.param_groups, *(o.param_groups for o in originals), strict=True):
+        for stack, *params_of_members in zip(group["params"], *(g["params"] for g in member_groups), strict=True):
+            states: list[dict[str, Tensor]] = []
+            for original, param in zip(originals, params_of_members, strict=True):
+                values = {k: v for k, v in original.state.get(param, {}).items() if isinstance(v, Tensor | float | int)}
+                tensors = {key: torch.as_tensor(value) for key, value in values.items()}
+                state = {key: t for key, t in tensors.items() if key in cls.numbers or t.shape == param.shape}
                 # SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun.
-                entry["step"] = torch.tensor(float(state.get("step", 1)), device="cpu")
-                if mark.stacked:
-                    rows = {key: value.unsqueeze(0) for key, value in entry.items()}
-                    tables[f"state/{mark.name}"] = MemberTable(1, rows)
-                else:
-                    optimizer.state[stack] = {key: value.clone() for key, value in entry.items()}
-        optimizer.put([member], tables)
+                states.append({"step": torch.ones((), device="cpu"), **state} if state else {})
+            entry = optimizer._state(stack, group, optimizer._settings(group)) if any(states) else {}
+            for name in dict.fromkeys(key for state in states for key in state):
+                if name not in entry:
+                    # The present settings do not use it, as if a momentum was set to 0 later.
+                    entry[name] = torch.zeros_like(stack)
+                rows = [row for row, state in enumerate(states) if name in state]
+                column = member_rows(entry[name], membership_of(stack))
+                column[rows] = torch.stack([states[row][name] for row in rows]).to(column)
     return optimizer
 
 
