@@ -127,7 +127,7 @@ class FusedOptimizer(Formula, Optimizer):
             for hyper in self.hypers:
                 # A copy, so that a write into one group never changes another.
                 hyper.put(group, member_vector(hyper.label, hyper.get(group), members))
-            columns = zip(self.hypers, self._settings(group).columns, strict=True)
+            columns = zip(self.hypers, zip(*self._settings(group).members, strict=True), strict=True)
             self.initial_values.append({h.label: c[0] if len(set(c)) == 1 else None for h, c in columns})
             self.explicit_keys.append(explicit)
         except Exception:
@@ -152,9 +152,8 @@ class FusedOptimizer(Formula, Optimizer):
         if not set_to_none or _observed(self):
             super().zero_grad(set_to_none)
             return
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        for param in self._params():
+            param.grad = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every member. Returns what ``closure`` returns.
@@ -455,7 +454,7 @@ class FusedOptimizer(Formula, Optimizer):
         for row in dict.fromkeys(rows):
             self.check(row, options)
             buffers[row] = tuple(self.stacks(row, options))
-        settings = Settings(vectors, columns, options, rows, [buffers[row] for row in rows], self.counts_steps)
+        settings = Settings(vectors, options, rows, [buffers[row] for row in rows], self.counts_steps)
         for param in group["params"] if len(buffers) > 1 else ():
             param_mark = membership_of(param)
             if not param_mark.is_own and (param.requires_grad or param.grad is not None):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import any_absent, frozen_rows
@@ -26,22 +26,7 @@ from hfusion.optim.hyper import plain
 from hfusion.torch_private.module_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
-_ELEMENTWISE = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        torch.optim.SparseAdam,
-    }
-)
+_ELEMENTWISE = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam))
 _COUPLING: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "finds one direction and one step length for all elements of all tensors",
     torch.optim.Adafactor: "scales a step by norms over a whole tensor",
@@ -198,7 +183,7 @@ def check_groups(optimizer: Optimizer) -> None:
     """Warn if the param groups look as if a rule for one model had chosen them by the dims of stacks.
 
     So does ``p.dim() >= 2``, for decay: all stacks but those of single numbers have two dims, so that biases are in the
-    group of matrices, and the group of the others is empty or holds single numbers only.
+    group of matrices, and the group of the others holds single numbers only. An empty one is an error.
     """
     groups = optimizer.param_groups
     stacked = [[p for p in group["params"] if has_rows(p)] for group in groups]
@@ -209,10 +194,10 @@ def check_groups(optimizer: Optimizer) -> None:
         for rest, other in zip(stacked, options, strict=True):
             dims = {p.dim() for p in rest}
             if dims and min(dims) == 2 < max(dims) and other != options[index]:
-                reason = "is empty" if not stacks else "holds only parameters that are single numbers in a member"
                 _warn_once(
-                    f"{type(optimizer).__name__}: param group {index} {reason}, and vectors and matrices are together "
-                    "in another group: a rule such as p.dim() >= 2 was asked of stacks [B, *shape], which have one dim "
-                    "more than a member's parameter; let hf.optim.groups(fused, rule) ask the members' own"
+                    f"{type(optimizer).__name__}: param group {index} holds only parameters that are single numbers in "
+                    "a member, and vectors and matrices are together in another group: a rule such as p.dim() >= 2 was "
+                    "asked of stacks [B, *shape], which have one dim more than a member's parameter; let "
+                    "hf.optim.groups(fused, rule) ask the members' own"
                 )
                 return

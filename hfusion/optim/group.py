@@ -41,20 +41,21 @@ class Group:
 
     Args:
         formula: what a step computes.
-        params: the parameters. A shared one is handled as a stack of one row.
-        state: the entry of each in the optimizer's state; an empty list if no state is kept.
+        pairs: each parameter with its state, which is empty if none is kept. A shared one is handled as a stack of one
+            row.
         settings: of the param group.
     """
 
-    def __init__(self, formula: type[Formula], params: list[Tensor], state: list[State], settings: Settings) -> None:
-        names, self._params = settings.names, params
+    def __init__(self, formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], settings: Settings) -> None:
+        names, params, state = settings.names, [param for param, _ in pairs], [entry for _, entry in pairs]
+        self._params = params
         mark = self._mark = membership_of(params[0])
         self._dtype = params[0].dtype
         masters = state_dtype(params[0], settings.options.master_weights) != self._dtype
         columns = [MASTER_STACK, *names] if masters else names
         tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
         stacks = [[member_rows(tensor, mark) for tensor in column] for column in tensors]
-        numbers = {name: [member_rows(entry[name], mark) for entry in state] for name in formula.numbers if state}
+        numbers = {name: [member_rows(entry[name], mark) for entry in state] for name in formula.numbers if state[0]}
         inner = _stepper(StepTensors(formula, settings.options, names, stacks[masters:], numbers))
         self.stepper: Stepper = MasterStepper(stacks[0], stacks[1], inner) if masters else inner
         # The parameters, as `torch.autograd.graph.increment_version` takes them. Steppers may hold addresses only.
@@ -97,23 +98,21 @@ def _stepper(tensors: StepTensors) -> Stepper:
     return StackedStepper(tensors)
 
 
-def groups_of(
-    formula: type[Formula], params: Sequence[Tensor], state: Sequence[State], settings: Settings
-) -> list[Group]:
+def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], settings: Settings) -> list[Group]:
     """Return parameters of one param group by device, dtype, and whether they are stacked.
 
     Valid while all tensors keep their addresses. The arguments are as those of `Group`. Raises FusionError.
     """
     # Kernels advance numbers of their own on the CPU.
     addresses: set[int] = set()
-    for entry, name in itertools.product(state, formula.numbers):
+    for entry, name in itertools.product([entry for _, entry in pairs if entry], formula.numbers):
         value = entry[name]
         if isinstance(value, Tensor) and not value.is_meta:
             number = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
             entry[name] = number.clone() if number.data_ptr() in addresses else number
             addresses.add(entry[name].data_ptr())
-    alike: dict[object, list[int]] = {}
-    for index, param in enumerate(params):
+    alike: dict[object, list[tuple[Tensor, State]]] = {}
+    for param, entry in pairs:
         param_mark, dtype = membership_of(param), state_dtype(param, settings.options.master_weights)
         check_memory(param, f"parameter {param_mark.name!r}")
         if param_mark.stacked and param.shape[:1] != (param_mark.members,):
@@ -122,14 +121,11 @@ def groups_of(
                 f"members: it was replaced through .data; a stack has {param_mark.members} rows, and keep, append and "
                 "put of the fused module change their number"
             )
-        if state:
+        if entry:
             stacks = [*settings.names, MASTER_STACK] if dtype != param.dtype else settings.names
-            check_state(param, param_mark, state[index], dict.fromkeys(stacks, dtype), formula.numbers)
-        alike.setdefault((param_mark.stacked, param.device, param.dtype), []).append(index)
-    return [
-        Group(formula, [params[i] for i in indices], [state[i] for i in indices] if state else [], settings)
-        for indices in alike.values()
-    ]
+            check_state(param, param_mark, entry, dict.fromkeys(stacks, dtype), formula.numbers)
+        alike.setdefault((param_mark.stacked, param.device, param.dtype), []).append((param, entry))
+    return [Group(formula, part, settings) for part in alike.values()]
 
 
 def membership_of(param: Tensor, index: int = 0) -> Membership:
@@ -341,10 +337,10 @@ class PreparedUpdate:
         for number, (group, settings) in enumerate(zip(optimizer.param_groups, self._settings, strict=True)):
             active = [param for param in group["params"] if param.grad is not None]
             self._idle += [param for param in group["params"] if param.grad is None]
-            states = [optimizer._state(param, group, settings) for param in active] if settings.stateful else []
-            self.groups += [(number, part) for part in groups_of(type(optimizer), active, states, settings)]
+            pairs = [(p, optimizer._state(p, group, settings) if settings.stateful else {}) for p in active]
+            self.groups += [(number, part) for part in groups_of(type(optimizer), pairs, settings)]
             # The views in the groups keep their memory alive: an address cannot come back with other contents.
-            tensors += [*active, *(tensor for entry in states for tensor in entry.values())]
+            tensors += [tensor for param, entry in pairs for tensor in (param, *entry.values())]
         if optimizer._recording is None and tensors:
             optimizer._recording = RecordedUpdates(backend(tensors[0].device).recorder())
         self._objects = self._dependencies(optimizer)
@@ -397,10 +393,6 @@ class PreparedUpdate:
 
     def _dependencies(self, optimizer: FusedOptimizer) -> list[object]:
         """Return every other object that a step depends on."""
-        state, groups = optimizer.state, optimizer.param_groups
-        objects: list[object] = [*state, *state.values(), *groups]
-        for entry in state.values():
-            objects += entry.values()
-        for group in groups:
-            objects += group["params"]
-        return objects
+        state = optimizer.state
+        tensors = itertools.chain.from_iterable(map(dict.values, state.values()))
+        return [*state, *state.values(), *tensors, *optimizer.param_groups, *optimizer._params()]

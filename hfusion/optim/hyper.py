@@ -157,14 +157,9 @@ def read(
     with DisableTorchFunctionSubclass():
         for hyper in hypers:
             value = hyper.get(group)
-            # The cheapest formulation, since every step whose hyper-parameters have changed calls this.
-            if not (
-                type(value) is MemberVector
-                and value.dim() == 1
-                and len(value) == members
-                and value.dtype is torch.float64
-                and value.is_cpu
-            ):
+            # Cheap, since every step whose hyper-parameters have changed calls this.
+            own = type(value) is MemberVector and value.shape == (members,)
+            if not (own and value.dtype is torch.float64 and value.is_cpu):
                 value = member_vector(hyper.label, value, members)
                 hyper.put(group, value)
             vectors.append(value)
@@ -179,15 +174,17 @@ ParamGroup: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The checked hyper-parameters of a param group: ``columns[hyper][member]``, ``members[member][hyper]``.
+    """The checked hyper-parameters and options of a param group.
 
-    ``options`` and ``members`` are of the formula's named tuples.
-    ``vectors``: the param group's own, from which ``columns`` were read. ``buffers``: for each member, the names of the
-    state stacks that its update uses. ``counted``: whether every member counts its steps, else those that use stacks.
+    Attributes:
+        vectors: the param group's own.
+        options: the formula's ``Options``.
+        members: the numbers of each member, the formula's ``Values``.
+        buffers: for each member, the names of the state stacks that its update uses.
+        counted: whether every member counts its steps, else those that use stacks.
     """
 
     vectors: Sequence[MemberVector]
-    columns: list[list[float]]
     options: Any
     members: Sequence[Any]
     buffers: Sequence[tuple[str, ...]]
@@ -211,8 +208,8 @@ class Settings:
 
     @cached_property
     def table(self) -> Tensor:
-        """``columns`` as one float64 tensor ``[hyper, member]``."""
-        return torch.tensor(self.columns, dtype=torch.float64, device="cpu")
+        """The hyper-parameters as one float64 tensor ``[hyper, member]``."""
+        return torch.tensor(list(zip(*self.members, strict=True)), dtype=torch.float64, device="cpu")
 
 
 MASTER_WEIGHTS: Final = "master_weights"

@@ -131,17 +131,9 @@ class PerMember(torch_schedulers.LRScheduler):
         self.optimizer = optimizer
         makes = self._resolve_makes(make, options, optimizer.members)
         self._initial_make = makes[0] if all(maker is makes[0] for maker in makes) else None
-        # One column, of a `MemberSchedule` for each member.
-        self.table = MemberTable(0, {"schedule": []})
+        self._members: list[MemberSchedule] = []
+        self.table = MemberTable(0, {"schedule": self._members})
         self._begin(range(len(makes)), makes)
-
-    @property
-    def _members(self) -> list[MemberSchedule]:
-        return self.table["schedule"]  # type: ignore[no-any-return]
-
-    @property
-    def _schedulers(self) -> list[Any]:
-        return [member.scheduler for member in self._members]
 
     def _resolve_makes(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
         """Return the functions that make the schedulers of ``count`` members, from ``make`` and ``options``."""
@@ -179,21 +171,16 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Add ``count`` members at step 0; without ``make`` and options, with the schedule all others began with."""
-        if make is not None or options:
-            makes = self._resolve_makes(make, options, count)
-        elif self._initial_make is None:
+        if make is None and not options and (make := self._initial_make) is None:
             raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
-        else:
-            makes = [self._initial_make] * count
-        self._begin(range(self.table.rows, self.table.rows + count), makes)
+        self._begin(range(self.table.rows, self.table.rows + count), self._resolve_makes(make, options, count))
 
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Restart members ``rows`` at step 0; without ``make`` and options, with the schedules that they had."""
         fresh = rows_of(rows, self.table.rows)
-        makes = [self._members[row].make for row in fresh]
-        if make is not None or options:
-            makes = self._resolve_makes(make, options, len(fresh))
-        self._begin(fresh, makes)
+        if make is None and not options:
+            make = [self._members[row].make for row in fresh]
+        self._begin(fresh, self._resolve_makes(make, options, len(fresh)))
 
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
         """Restore one member's scheduler from the result of `member_state`."""
@@ -207,7 +194,7 @@ class PerMember(torch_schedulers.LRScheduler):
     @property
     def kinds(self) -> list[str]:
         """The class of each member's scheduler."""
-        return [type(scheduler).__name__ for scheduler in self._schedulers]
+        return [type(member.scheduler).__name__ for member in self._members]
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -217,23 +204,23 @@ class PerMember(torch_schedulers.LRScheduler):
     @property
     def last_epochs(self) -> Tensor:
         """The step counts of the members' schedulers: ``[B]``."""
-        return torch.tensor([scheduler.last_epoch for scheduler in self._schedulers], device="cpu")
+        return torch.tensor([member.scheduler.last_epoch for member in self._members], device="cpu")
 
     @property
     def base_lrs(self) -> list[Tensor]:  # type: ignore[override]
         """The initial learning rates, for each param group ``[B]``."""
-        rates = zip(*(scheduler.base_lrs for scheduler in self._schedulers), strict=True)
+        rates = zip(*(member.scheduler.base_lrs for member in self._members), strict=True)
         return [torch.tensor([float(rate) for rate in group], dtype=torch.float64, device="cpu") for group in rates]
 
     def get_last_lr(self) -> list[Tensor]:  # type: ignore[override]
         """Return the current learning rates, for each param group ``[B]``."""
-        rates = (scheduler.get_last_lr() for scheduler in self._schedulers)
+        rates = (member.scheduler.get_last_lr() for member in self._members)
         return [torch.tensor(group, dtype=torch.float64, device="cpu") for group in zip(*rates, strict=True)]
 
     @property
     def takes_metrics(self) -> list[bool]:
         """The members that have a ReduceLROnPlateau of torch."""
-        return [isinstance(scheduler, torch_schedulers.ReduceLROnPlateau) for scheduler in self._schedulers]
+        return [isinstance(member.scheduler, torch_schedulers.ReduceLROnPlateau) for member in self._members]
 
     def step(
         self,
@@ -265,9 +252,9 @@ class PerMember(torch_schedulers.LRScheduler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
         members = state_dict["members"]
-        if len(members) != len(self._schedulers):
+        if len(members) != len(self._members):
             state = f"the state of {type(self).__name__} of {len(members)} members"
-            raise FusionError(f"{state} does not fit one of {len(self._schedulers)}")
+            raise FusionError(f"{state} does not fit one of {len(self._members)}")
         self._pull()
         for member, saved in zip(self._members, members, strict=True):
             member.load(saved)
@@ -309,7 +296,7 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
     @property
     def in_cooldown(self) -> Tensor:
         """Bool ``[B]``: true for members in cooldown after a reduction."""
-        return torch.tensor([scheduler.in_cooldown for scheduler in self._schedulers], device="cpu")
+        return torch.tensor([member.scheduler.in_cooldown for member in self._members], device="cpu")
 
 
 class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):

@@ -89,8 +89,8 @@ class NativeStepper(Stepper):
         self._stacks = _addresses([tensor for stack in stacks for tensor in stack])
         widths = array("q", [vectors[0].element_size() for vectors in numbers.values()])
         counts = _addresses([vector for vectors in numbers.values() for vector in vectors])
-        tables = [array("q", bytes(8 * size)) for size in (tensors, tensors * members)]
-        tables.append(array("q", bytes(-(-tensors * members * record // 8) * 8)))
+        lengths = (tensors, tensors * members, -(-tensors * members * record // 8))
+        tables = [array("q", bytes(8 * length)) for length in lengths]
         # The struct holds addresses only.
         self._kept = functions, sizes, widths, counts, tables
         self._settings: Settings | None = None
@@ -141,11 +141,10 @@ class FiniteCheck:
             dtype = tensors[0].dtype
             if dtype not in native.TYPES or isinstance(library(), str):
                 return None
-            for tensor in tensors:
-                # The memory of a subclass is not where its data_ptr says.
-                plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
-                if not (plain and tensor.is_cpu and tensor.dtype == dtype):
-                    return None
+            # The memory of a subclass is not where its data_ptr says.
+            plain = all(type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for t in tensors)
+            if not (plain and all(t.is_cpu and t.dtype == dtype for t in tensors)):
+                return None
             self._count, self._guards = len(tensors), tensor_guards(tensors)
             self._sizes = array("q", list(map(Tensor.numel, tensors)))
             self._kernel = _function(f"finite_{native.TYPES[dtype]}", 3)

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,7 @@ from hfusion.core.memory import real_view
 from hfusion.optim import coupling
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import membership_of, same_objects
-from hfusion.optim.hyper import (
-    MemberVector,
-    ParamGroup,
-    member_vector,
-    plain,
-    read,
-)
+from hfusion.optim.hyper import MemberVector, ParamGroup, member_vector, plain, read
 
 if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
@@ -60,9 +55,8 @@ def group_table(optimizer: Any, group: ParamGroup, members: int) -> MemberTable:
 
 def width(optimizer: Any) -> int:
     """Return the number of members that the optimizer knows of; the array may already have more or fewer."""
-    values = [value for group in optimizer.param_groups for value in group.values()]
-    items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
-    members: int = next((len(item) for item in items if isinstance(item, MemberVector)), optimizer.members)
+    values = (hyper.get(group) for group in optimizer.param_groups for hyper in optimizer.hypers)
+    members: int = next((len(value) for value in values if isinstance(value, MemberVector)), optimizer.members)
     return members
 
 
@@ -96,11 +90,10 @@ def rearrange(
         table.arrange(places)
         for label, value in values.items():
             table[label][fresh] = value
-        if len(sources) != before:
-            for hyper in optimizer.hypers:
-                hyper.put(group, table[hyper.label].as_subclass(MemberVector))
-            for key in table.columns.keys() - labels:
-                group[key] = table[key].as_subclass(type(group[key]))
+        for hyper in optimizer.hypers:
+            hyper.put(group, table[hyper.label].as_subclass(MemberVector))
+        for key in table.columns.keys() - labels:
+            group[key] = table[key].as_subclass(type(group[key]))
         for param in group["params"]:
             entry, mark = optimizer.state.get(param, {}), membership_of(param)
             if mark.stacked and entry:
@@ -127,7 +120,7 @@ def explicit_everywhere(optimizer: Any, key: str) -> str:
 
 def _read_new_hypers(
     optimizer: Any, new_hypers: Mapping[str, Any], rows: Sequence[int], restart: bool
-) -> list[dict[str, Tensor]]:
+) -> list[dict[str, Any]]:
     """Return the hyper-parameters of the new members ``rows``, by label, for each param group.
 
     They are ``new_hypers``, which the user passed, or else the initial ones. Members that ``restart`` keep theirs.
@@ -141,7 +134,7 @@ def _read_new_hypers(
             values = member_vector(hyper.label, hyper.get(new_hypers), len(rows))
             given[hyper.label] = plain(values)
             hyper.check(values.tolist(), rows)
-    new_values: list[dict[str, Tensor]] = []
+    new_values: list[dict[str, Any]] = []
     taken: set[str] = set()
     for explicit, first in zip(optimizer.explicit_keys, optimizer.initial_values, strict=True):
         new_values.append(group_values := {})
@@ -156,7 +149,7 @@ def _read_new_hypers(
                         f"{hyper.label} differs between the members: say what it is for those that join, "
                         f"{hyper.key}=..."
                     )
-                group_values[hyper.label] = torch.tensor(initial, dtype=torch.float64, device="cpu")
+                group_values[hyper.label] = initial
     if unused := [key for key in new_hypers if key not in taken]:
         raise ValueError(explicit_everywhere(optimizer, unused[0]))
     return new_values
@@ -196,19 +189,18 @@ class GatheredState:
     def of(whole: FusedOptimizer, params: Mapping[Tensor, Tensor], rows: Sequence[int]) -> GatheredState:
         """Return the optimizer of members ``rows``. Raises FusionError in the same cases as `load`."""
         part = copy.copy(whole)
-        part.param_groups, part.state = [], defaultdict(dict)
+        part.state = defaultdict(dict)
         gathered = GatheredState(whole, part, params)
-        for group in whole.param_groups:
-            part.param_groups.append(own := {**group, "params": gathered._small(group)})
-            for hyper in whole.hypers:
-                hyper.put(own, member_vector(hyper.label, hyper.get(own), whole.members))
+        groups = zip(whole.param_groups, gathered._params(), strict=True)
+        part.param_groups = [{**group, "params": small} for group, small in groups]
+        for group, hyper in product(part.param_groups, whole.hypers):
+            hyper.put(group, member_vector(hyper.label, hyper.get(group), whole.members))
         gathered.load(rows)
         return gathered
 
     def fits(self) -> bool:
         """Return whether the whole optimizer still has the parameters that this one was made for."""
-        whole_params = [self._small(group) for group in self.whole.param_groups]
-        part_params = [group["params"] for group in self.part.param_groups]
+        part_params, whole_params = [group["params"] for group in self.part.param_groups], self._params()
         return len(part_params) == len(whole_params) and all(map(same_objects, part_params, whole_params))
 
     @torch.no_grad()
@@ -236,8 +228,8 @@ class GatheredState:
                 part.state[small] = whole.state[param]
         part.put(range(len(rows)), tables)
 
-    def _small(self, group: ParamGroup) -> list[Tensor]:
-        return [self.params[param] for param in group["params"] if param in self.params]
+    def _params(self) -> list[list[Tensor]]:
+        return [[self.params[p] for p in group["params"] if p in self.params] for group in self.whole.param_groups]
 
     def store(self, rows: Sequence[int]) -> None:
         """Write the state of the first ``len(rows)`` members of ``part`` into ``rows`` of the whole optimizer."""

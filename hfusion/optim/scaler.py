@@ -112,15 +112,14 @@ class GradScaler:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         self.begin(optimizer.members)
         scales = self.table["scale"]
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        marks = [membership_of(param) for param in params]
-        shared = next((mark for mark in marks if not mark.stacked), None)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        shared = next((mark for mark in map(membership_of, trained) if not mark.stacked), None)
         if shared is not None and bool((scales != scales[0]).any()):
             raise FusionError(
                 f"parameter {shared.name!r} is one tensor for all {shared.members} members, and their losses have "
                 "different scales; freeze it, or use torch.amp.GradScaler"
             )
-        grads = [member_rows(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
+        grads = [member_rows(param.grad, membership_of(param)) for param in trained]
         bad = overflowing(grads, len(scales))
         unscale(grads, scales)
         self._overflowed_members[id(optimizer)] = bad
@@ -187,14 +186,20 @@ class GradScaler:
     def append(self, count: int = 1) -> None:
         """Add ``count`` members with the initial scale. Raises ValueError if initial scales differ."""
         if members := self.table.rows:
-            self._check_initial()
+            # Raises an error before anything changes.
+            self.restart([])
             self.table.arrange([*range(members), *[0] * count])
             self.restart(range(members, members + count))
 
     def restart(self, rows: int | Sequence[int]) -> None:
         """Restart members ``rows``; see `append`."""
         if self.table.rows:
-            self._check_initial()
+            for name, value in self.initial_values.items():
+                if value is None:
+                    label = "init_scale" if name == "scale" else name
+                    raise ValueError(
+                        f"{label} of the GradScaler differs between the members: none is known for new ones"
+                    )
             places = rows_of(rows, self.table.rows)
             for name, value in {**self.initial_values, "tracker": 0.0}.items():
                 self.table[name][places] = value
@@ -235,12 +240,6 @@ class GradScaler:
         part.initial_values = dict(self.initial_values)
         part.table = self.table.take(rows)
         return part
-
-    def _check_initial(self) -> None:
-        for name, value in self.initial_values.items():
-            if value is None:
-                label = "init_scale" if name == "scale" else name
-                raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
 
 
 def _vector(name: str, value: HyperValue, members: int) -> Tensor:

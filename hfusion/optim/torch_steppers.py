@@ -142,7 +142,9 @@ class MemberLoop(Stepper):
         assert tensors.formula.torch_class is not None
         self._class: type[Optimizer] = tensors.formula.torch_class
         self._step = tensors
-        self._parameter_tensors = list(zip(*tensors.stacks, strict=True))
+        columns, names = (*tensors.stacks, *tensors.numbers.values()), (*tensors.names, *tensors.numbers)
+        # Each parameter, and its stacks and numbers by name.
+        self._states = [(param, dict(zip(names, state, strict=True))) for param, *state in zip(*columns, strict=True)]
         dtype = str(tensors.stacks[0][0].dtype).removeprefix("torch.")
         self.unrecordable = (
             f"torch's own {self._class.__name__} steps the members of {dtype} parameters: there is no kernel for them, "
@@ -153,8 +155,8 @@ class MemberLoop(Stepper):
         self._settings = settings
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        settings, formula = self._settings, self._step.formula
-        for member, buffers in zip(range(len(self._parameter_tensors[0][0])), settings.buffers, strict=False):
+        settings, formula, numbers = self._settings, self._step.formula, self._step.numbers
+        for member, buffers in zip(range(len(self._states[0][0])), settings.buffers, strict=False):
             options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
             for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
                 options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
@@ -162,26 +164,23 @@ class MemberLoop(Stepper):
             optimizer = self._class([torch.zeros(1, 1, device="cpu")], **options)
             early = bool(optimizer.state)
             optimizer.state.clear()
-            params, states = [], []
-            for index, (stack, *state_stacks) in enumerate(self._parameter_tensors):
-                params.append(param := stack.detach()[member])
-                param.grad = grads[index][member]
-                rows = {name: state[member] for name, state in zip(self._step.names, state_stacks, strict=True)}
-                numbers = {name: vectors[index][member] for name, vectors in self._step.numbers.items()}
-                states.append((rows, numbers))
-                if numbers and (early or numbers["step"] > 0):
-                    optimizer.state[param] |= {name: rows[name] for name in buffers}
-                    optimizer.state[param] |= {name: number.clone() for name, number in numbers.items()}
-            optimizer.param_groups[0]["params"] = params
+            trained = []
+            for (stack, state), grad in zip(self._states, grads, strict=True):
+                param, rows = stack.detach()[member], {name: state[name][member] for name in (*buffers, *numbers)}
+                param.grad = grad[member]
+                trained.append((param, rows))
+                if rows and (early or rows["step"] > 0):
+                    # Copies of numbers, since not all classes count.
+                    optimizer.state[param] |= {n: row.clone() if n in numbers else row for n, row in rows.items()}
+            optimizer.param_groups[0]["params"] = [param for param, _ in trained]
             # Step hooks must not run here, since this is only a part of a step.
             unwrap(self._class.step)(optimizer)
-            for param, (rows, numbers) in zip(params, states, strict=True):
-                state = optimizer.state[param]
-                for name in buffers:
-                    if state[name] is not rows[name]:
-                        rows[name].copy_(state[name])
-                for name, number in numbers.items():
-                    number.copy_(number + settings.advance[member] if name == "step" else state[name])
+            for param, rows in trained:
+                for name, row in rows.items():
+                    if name == "step":
+                        row.add_(settings.advance[member])
+                    elif (new := optimizer.state[param][name]) is not row:
+                        row.copy_(new)
         return None
 
 

@@ -120,6 +120,14 @@ class Array:
             for member, params in enumerate(self.members):
                 params[index].grad = None if grad is None else grad[member].clone()
 
+    def clip_alone(self, limits: Sequence[float], norm_type: float) -> Tensor:
+        """Clip the gradients of each member as torch does, and return the norms."""
+        norms = [
+            torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], limit, norm_type)
+            for params, limit in zip(self.members, limits, strict=True)
+        ]
+        return torch.stack(norms)
+
     def assert_equal(self, rtol: float = 1e-9, atol: float | None = None) -> None:
         for index, param in enumerate(self.params):
             alone = torch.stack([params[index].detach() for params in self.members])

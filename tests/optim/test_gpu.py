@@ -149,16 +149,6 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return created
 
 
-def clip_alone(array: Array, limits: list[float], norm_type: float) -> Tensor:
-    """Clip each member as torch does, and return the norms."""
-    return torch.stack(
-        [
-            torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], limit, norm_type)
-            for params, limit in zip(array.members, limits, strict=True)
-        ]
-    )
-
-
 def assert_equal(array: Array, norms: Tensor, alone: Tensor) -> None:
     """Compare norms and gradients."""
     tolerance = max(TOLERANCE.get(p.grad.dtype, 1e-12) for p in array.params if p.grad is not None)
@@ -177,5 +167,5 @@ def test_clipping_equals_alone(members: int, norm_type: float, dtype: torch.dtyp
     for limits in ([0.5, 15.0, 450.0][:members], [0.0, inf, 1e-3][:members]):
         array.draw_grads(skip=[2])
         norms = optim.clip_grad_norm_(array.params, limits, norm_type)
-        assert_equal(array, norms, clip_alone(array, limits, norm_type))
+        assert_equal(array, norms, array.clip_alone(limits, norm_type))
     assert len(gradients) == 2

@@ -19,14 +19,6 @@ from tests.optim.arrays import CASES, Array, Per, for_array, for_member, start
 INF = float("inf")
 
 
-def clip_alone(array: Array, limits: list[float], norm_type: float) -> torch.Tensor:
-    norms = [
-        torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], limit, norm_type)
-        for params, limit in zip(array.members, limits, strict=True)
-    ]
-    return torch.stack(norms)
-
-
 @pytest.mark.parametrize("members", [1, 2, 5])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 4.0, INF, None])
@@ -35,7 +27,7 @@ def test_equals_alone(members: int, norm_type: float, max_norm: float | None) ->
     array.draw_grads(skip=[2])
     limits = [0.5 * 3**member for member in range(members)] if max_norm is None else [max_norm] * members
     norms = optim.clip_grad_norm_(array.params, limits if max_norm is None else max_norm, norm_type)
-    torch.testing.assert_close(norms, clip_alone(array, limits, norm_type), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(norms, array.clip_alone(limits, norm_type), rtol=1e-12, atol=0.0)
     for index, param in enumerate(array.params):
         if param.grad is not None:
             alone = torch.stack([params[index].grad for params in array.members])  # type: ignore[misc]
