@@ -186,13 +186,12 @@ def check_groups(optimizer: Optimizer) -> None:
     group of matrices, and the group of the others holds single numbers only. An empty one is an error.
     """
     groups = optimizer.param_groups
-    stacked = [[p for p in group["params"] if has_rows(p)] for group in groups]
     options = [str({k: plain(v) for k, v in g.items() if k not in ("params", "param_names")}) for g in groups]
-    for index, stacks in enumerate(stacked):
-        if any(p.dim() > 1 for p in stacks) or len(stacks) < len(groups[index]["params"]):
+    for index, group in enumerate(groups):
+        if not all(has_rows(p) and p.dim() == 1 for p in group["params"]):
             continue
-        for rest, other in zip(stacked, options, strict=True):
-            dims = {p.dim() for p in rest}
+        for rest, other in zip(groups, options, strict=True):
+            dims = {p.dim() for p in rest["params"] if has_rows(p)}
             if dims and min(dims) == 2 < max(dims) and other != options[index]:
                 _warn_once(
                     f"{type(optimizer).__name__}: param group {index} holds only parameters that are single numbers in "

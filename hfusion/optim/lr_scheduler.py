@@ -50,6 +50,8 @@ class MemberSchedule:
     def __init__(self, make: Make, groups: int, defaults: dict[str, Any]) -> None:
         self.make = make
         self.stand_in = Optimizer([{"params": [torch.zeros((), device="cpu")]} for _ in range(groups)], dict(defaults))
+        # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
+        self.stand_in._opt_called = True  # type: ignore[attr-defined]
         self.scheduler: Any = None
 
     def __reduce__(self) -> Any:
@@ -72,8 +74,6 @@ class MemberSchedule:
                 f"the function that makes the scheduler of member {member} gave {type(self.scheduler).__name__}: let "
                 "it give one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
             )
-        # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
-        self.stand_in._opt_called = True  # type: ignore[attr-defined]
 
     def state(self) -> dict[str, Any]:
         """Return the state of the scheduler, and what torch keeps of it in the param groups beside hyper-parameters."""
@@ -86,7 +86,6 @@ class MemberSchedule:
         self.scheduler.load_state_dict(dict(copy.deepcopy(state["scheduler"])))
         for group, saved in zip(self.stand_in.param_groups, state["groups"], strict=True):
             group.update(copy.deepcopy(saved))
-        self.stand_in._opt_called = True  # type: ignore[attr-defined]
 
 
 def _restored(

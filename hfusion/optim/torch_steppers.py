@@ -108,15 +108,14 @@ class StackedStepper(Stepper):
             self._scalars = [dict(zip(scalars, vectors.unbind(), strict=True)) for vectors in written.unbind()]
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        for tensors, grad, scalars in zip(self._parameter_tensors, grads, self._scalars, strict=True):
-            for *piece, piece_grad in self._pieces((*tensors, real_view(grad))):
+        for tensors, whole_grad, scalars in zip(self._parameter_tensors, grads, self._scalars, strict=True):
+            for *piece, piece_grad in self._pieces((*tensors, real_view(whole_grad))):
                 shape = [self._members, *[1] * (piece_grad.dim() - 1)]
                 s = SimpleNamespace(**{name: vector.view(shape) for name, vector in scalars.items()})
                 param, *stacks = old = [tensor.to(self._dtype) for tensor in piece]
                 state = dict(zip(self._step.names, stacks, strict=True))
-                new, new_state = self._step.formula.update(
-                    param, piece_grad.to(self._dtype), state, s, self._step.options
-                )
+                grad = piece_grad.to(self._dtype)
+                new, new_state = self._step.formula.update(param, grad, state, s, self._step.options)
                 # Cloned, where a stack becomes what another one was.
                 values = [new, *map(new_state.__getitem__, self._step.names)]
                 values = [value.clone() if any(value is tensor for tensor in old) else value for value in values]
