@@ -186,6 +186,8 @@ FUSE = {
     "hf.Population([nn.Sequential(ONE, *more) for more in ([], [nn.Tanh()])], optimizer=adam, loss=F.mse_loss)": (
         r"0\.0\.weight of model 0 and 0\.0\.weight of model 1 are one tensor"
     ),
+    "hf.Population(mlp(), optimizer=adam, loss=F.mse_loss)": "takes a list of models, not Sequential",
+    "hf.build(mlp, seeds=3)": r"seeds is 3: give one seed per member, such as range\(3\)",
     "hf.fuse([])": "empty list; give it at least one model",
     "hf.fuse(mlp())": "takes a list of modules, not Sequential",
     "hf.fuse(mlp() for _ in range(2))": "takes a list of modules, not generator",
@@ -390,6 +392,8 @@ VALUES = {
     "population(on_nonfinite='stop')": 'it is "freeze", "raise" or "ignore"',
     "population(accumulate=0)": "accumulate=0",
     "population(processes=1.5)": "processes=",
+    "population(scaler=torch.amp.GradScaler('cpu'))": r"scaler is of torch\.amp.*give one of hf\.optim",
+    "hf.train_step(fused, F.mse_loss, None)": r"optimizer is None: give an optimizer that is made of fused\.parameters",
     "population(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))": "gave SGD, whose state has no rows",
     "population(optimizer=torch.optim.SGD([torch.zeros(1)]))": "must be a function that makes one .*, got SGD",
     "population(loss='mse')": "the loss must be a function, .* got str",

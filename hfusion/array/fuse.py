@@ -77,6 +77,8 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
         >>> len(build(lambda: nn.Linear(3, 2), seeds=range(4)))
         4
     """
+    if not hasattr(seeds, "__len__"):
+        raise FusionError(f"seeds is {seeds!r}: give one seed per member, such as range({seeds!r})")
     if len(seeds) == 0:
         raise FusionError("build got no seeds; give it one seed per member")
     first = _create_model(make_model, 0, seeds[0], None)

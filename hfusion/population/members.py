@@ -503,6 +503,11 @@ class GroupOptions:
         if not callable(optimizer):
             kind = type(optimizer).__name__
             raise ValueError(f"optimizer must be a function that makes one from parameters, got {kind}")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise ValueError(
+                f"scaler is of {type(scaler).__module__}.{type(scaler).__qualname__}: give one of hf.optim, which has "
+                "a scale for each member"
+            )
         if not is_row(processes) or processes < 0:
             raise ValueError(
                 f"processes={processes!r}: give a whole number of processes, such as 2. 1 is this one alone."

@@ -121,6 +121,8 @@ class Population:
         memory: str | int | None = None,
         processes: int = 1,
     ) -> None:
+        if isinstance(models, nn.Module) and not isinstance(models, FusedModule | nn.ModuleList):
+            raise FusionError(f"hf.Population takes a list of models, not {type(models).__name__}; write [model, ...]")
         options = GroupOptions(
             len(models),
             optimizer=optimizer,

@@ -425,6 +425,8 @@ def train_step(
             f"train_step got {type(fused).__name__}: give what hf.fuse or hf.build gave. A step computes gradients "
             "past the hooks of DistributedDataParallel and other wrappers: write forward, backward and optimizer.step()"
         )
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer is {optimizer!r}: give an optimizer that is made of fused.parameters()")
     ids = set(map(id, fused.parameters()))
     strange = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if strange:
