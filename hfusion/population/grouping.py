@@ -112,6 +112,8 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
     Raises:
         FusionError: no or invalid models, or models in different groups that train one tensor together.
     """
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        raise FusionError(f"hf.Population takes a list of models, not {type(models).__name__}; write [model, ...]")
     if len(models) == 0:
         raise FusionError("a population got an empty list; give it at least one model")
     check_models(models)

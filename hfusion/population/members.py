@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import wraps
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,20 @@ def no_best(rows: int) -> MemberTable:
     """Return the table of best weights of members that had no metric."""
     columns = {name: torch.full((rows,), NO_BEST[name], device="cpu") for name in ("score", "age", "waited")}
     return MemberTable(rows, {**columns, "score": columns["score"].double()}, NO_BEST)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
+    """Decorate a method to hold the population's lock, so that a save from another thread sees no unfinished call."""
+
+    @wraps(method)
+    def called(population: Any, *args: Any, **kwargs: Any) -> Any:
+        with population._lock:
+            return method(population, *args, **kwargs)
+
+    return cast("Method", called)
 
 
 @dataclass

@@ -6,9 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from hfusion.population.members import (
     MemberSchedules,
     Models,
     OnNonfinite,
+    in_turn,
     key_of,
     listed,
     new_names,
@@ -49,19 +50,6 @@ from hfusion.population.saving import gathered, load, load_run
 from hfusion.population.training_group import TrainingGroup, copied_member, group_of
 from hfusion.population.weights import BestMembers, average
 from hfusion.torch_private.module_hooks import has_step_hooks
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def in_turn(method: Method) -> Method:
-    """Decorate a method to hold the population's lock, so that a save from another thread sees no unfinished call."""
-
-    @wraps(method)
-    def called(population: Any, *args: Any, **kwargs: Any) -> Any:
-        with population._lock:
-            return method(population, *args, **kwargs)
-
-    return cast("Method", called)
 
 
 class Population:
@@ -121,8 +109,6 @@ class Population:
         memory: str | int | None = None,
         processes: int = 1,
     ) -> None:
-        if isinstance(models, nn.Module) and not isinstance(models, FusedModule | nn.ModuleList):
-            raise FusionError(f"hf.Population takes a list of models, not {type(models).__name__}; write [model, ...]")
         options = GroupOptions(
             len(models),
             optimizer=optimizer,

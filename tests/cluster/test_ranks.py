@@ -197,17 +197,17 @@ def exploited(world: int) -> Any:
         if turn == 2:
             pop.scaler.load_state_dict(pop.scaler.state_dict() | {"scale": 2.0 ** torch.arange(5.0)[row_slice]})
             hf.copy_rows(pop, [0, 4, 1, 4], [4, 0, 3, 2])
-    message = ""
+    state = pop.fused.state_dict() | pop.scaler.state_dict()
+    stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop.array.table["key"].tolist()}
+    rates, message = pop.hparams["lr"].tolist(), ""
     if world > 1:
         pop.stop(0)
         try:
             hf.copy_rows(pop, 0, 4)
         except ValueError as error:
             message = str(error)
-    state = pop.fused.state_dict() | pop.scaler.state_dict()
-    stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop.array.table["key"].tolist()}
     lineage = [str(event) for event in pop.lineage if event.what == "copy"]
-    return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, message
+    return stacks, rates, pop.ages.tolist(), lineage, message
 
 
 def test_members_are_copied_from_rank_to_rank(two: Ranks) -> None:

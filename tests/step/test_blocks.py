@@ -131,8 +131,12 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     make, norm = partial(getattr(torch.optim, case.optimizer), **options), 0.05 if case.clip else math.inf
     owns = [Own(lr, norm=norm) for lr in rates]
     members = [Member(model, make, memory_budget_loss_of, own) for model, own in zip(alone, owns, strict=True)]
+
+    def clip(*_: Any) -> None:
+        hf.optim.clip_grad_norm_(fused.parameters(), 0.05)
+
     if case.clip:
-        opt.register_step_pre_hook(lambda *_: hf.optim.clip_grad_norm_(fused.parameters(), 0.05))
+        opt.register_step_pre_hook(clip)
 
     def draw(size: int) -> list[Tensor]:
         return [case.draw(size) for _ in range(5)] if case.stacked else [case.draw(size)] * 5
