@@ -412,21 +412,22 @@ def names_written(model: nn.Module, method: str = "forward") -> tuple[frozenset[
     """Return the names that a method of ``model`` may assign, and those of containers whose items it may change.
 
     The last are the names of attributes that it may add to an object that exists before, and the names by which it may
-    do so: a counter that a rare value starts is no attribute of any object yet.
+    do so: a counter that a rare value starts is no attribute of any object yet. They are those in the files of the
+    modules' classes and in the user's, since packages add attributes to many objects of their own.
 
     Only functions that forward may call are read: a `CodeSearch` also follows what could be called elsewhere, and of a
     large package, which assigns many names, hardly anything would be left.
     """
-    codes = _codes_of(model, method)
-    assigned, filled, added = (
-        frozenset[str]().union(*map(names, codes)) for names in (assigned_names, filled_names, added_names)
-    )
-    return assigned, filled, added
+    functions, files = _functions_of(model, method), {type(part).__module__ for part in model.modules()}
+    codes = [function.__code__ for function in functions]
+    assigned, filled = (frozenset[str]().union(*map(names, codes)) for names in (assigned_names, filled_names))
+    own = (f for f in functions if f.__module__ in files or not is_installed_package(f.__module__))
+    return assigned, filled, frozenset[str]().union(*(added_names(function.__code__) for function in own))
 
 
 def compares_identity(model: nn.Module) -> bool:
     """Return whether forward of ``model`` may ask whether two objects are one, as in ``query is key``."""
-    return any(map(_compares, _codes_of(model, "forward")))
+    return any(_compares(function.__code__) for function in _functions_of(model, "forward"))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -436,8 +437,8 @@ def _compares(code: types.CodeType) -> bool:
     return found or any(map(_compares, _nested(code)))
 
 
-def _codes_of(model: nn.Module, method: str) -> list[types.CodeType]:
-    """Return the code of the functions that a method of ``model`` may call."""
+def _functions_of(model: nn.Module, method: str) -> set[types.FunctionType]:
+    """Return the functions that a method of ``model`` may call."""
     functions = [f for part in model.modules() for f in _instance_functions(part)]
     held = (type(value) for part in model.modules() for value in vars(part).values())
     kinds = [*map(type, model.modules()), *(kind for kind in held if not is_installed_package(kind.__module__))]
@@ -456,7 +457,7 @@ def _codes_of(model: nn.Module, method: str) -> list[types.CodeType]:
         more = set(names.attributes) - named
         waiting += [f for name, f in methods if name in more]
         named |= more
-    return [function.__code__ for function in reached]
+    return reached
 
 
 @functools.lru_cache(maxsize=4096)
