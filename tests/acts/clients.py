@@ -23,13 +23,13 @@ from tests.alone import Own
 from tests.trained import machine, planned
 
 SCALE = 2.0**40
-# No eps is so small that rounding of a gradient that is zero in truth becomes a step.
+# No eps is so small that rounding of a gradient that is zero in truth becomes a step, or that steps amplify rounding.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "adamw": ("AdamW", {"weight_decay": 0.1, "eps": 1e-3}),
     "amsgrad": ("Adam", {"amsgrad": True, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.01}),
     "adagrad": ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-3}),
-    "rmsprop": ("RMSprop", {"momentum": 0.5, "eps": 1e-2, "weight_decay": 0.01}),
+    "rmsprop": ("RMSprop", {"momentum": 0.5, "eps": 0.1, "weight_decay": 0.01}),
     "nadam": ("NAdam", {"momentum_decay": 0.01, "eps": 1e-3}),
     "radam": ("RAdam", {"eps": 1e-3, "weight_decay": 0.01}),
     "adadelta": ("Adadelta", {"rho": 0.8, "eps": 1e-3}),
