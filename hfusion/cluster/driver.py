@@ -94,7 +94,14 @@ class Drive:
         elif isinstance(message, EventMessage):
             self._hear_events(device, message.events)
         elif isinstance(message, Divided):
-            self._divide(self._placement.running[device], message.arrays)
+            # The worker trains the first part of its array.
+            number = self._placement.running[device]
+            whole = self._arrays[number]
+            parts = [whole.part(*array) for array in message.arrays]
+            self._arrays[number], self._arrays_of[whole.task] = parts[0], parts
+            for part in parts[1:]:
+                self._arrays.append(part)
+                self._placement.add(part.size)
         elif isinstance(message, StopQuery):
             self._hear_events(device, message.before)
             self._executor.answer(device, self._answer(device, message.result))
@@ -104,15 +111,6 @@ class Drive:
             array = self._arrays[self._placement.end(device)]
             array.done = device, message
             self._show(array, array.task.steps)
-
-    def _divide(self, number: int, arrays: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Let a task be several arrays, of which its worker trains the first."""
-        whole = self._arrays[number]
-        parts = [whole.part(*array) for array in arrays]
-        self._arrays[number], self._arrays_of[whole.task] = parts[0], parts
-        for part in parts[1:]:
-            self._arrays.append(part)
-            self._placement.add(part.size)
 
     def _show(self, array: PlacedArray, steps: int) -> None:
         array.trained = steps

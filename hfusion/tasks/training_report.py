@@ -119,7 +119,8 @@ class TaskReport:
     def __str__(self) -> str:
         order = self.ranked
         columns = (self.rates, self.losses[0], self.final_losses)
-        rows = [[str(m), *(_short(column[m]) for column in columns), self._end(m)] for m in order]
+        ends = {m: f"stopped after {count}" for m, count in self.stopped.items()}
+        rows = [[str(m), *(_short(column[m]) for column in columns), ends.get(m, str(len(self.losses)))] for m in order]
         head = ["member", "lr", "first loss", self.metric, "minibatches"]
         table = aligned([head, *_shortened(rows, last=5)], left=1)
         arrays = [str(report)[:_COLUMNS] for report in self.arrays[:_MAX_ARRAYS]]
@@ -127,9 +128,6 @@ class TaskReport:
         return "\n".join([*arrays, *more, f"{len(order)} members, the best first", *table])
 
     __repr__ = __str__
-
-    def _end(self, member: int) -> str:
-        return f"stopped after {self.stopped[member]}" if member in self.stopped else str(len(self.losses))
 
 
 @dataclass(frozen=True, eq=False)
