@@ -41,6 +41,8 @@ class Situations:
         self._around: Any = None
         self._models: Sequence[nn.Module] = ()
         self._variables: Variables | None = None
+        # The names in torch's own methods of the models, which read attributes, too.
+        self._in_torch = frozenset[str]()
         self._left_out: frozenset[str] = frozenset()
         self._numbers: dict[Any, int] = {}
         self._observed_values: dict[str, set[Any]] = {}
@@ -77,10 +79,8 @@ class Situations:
         if attributes is None or (attributes and (self._variables is None or not self._variables.is_complete)):
             return True
         names = frozenset() if self._variables is None else self._variables.names
-        if attributes and not names.isdisjoint((*attributes, *_BY_ANY_NAME)):
-            return True
-        kinds: set[Any] = {type(part) for model in self._models for part in model.modules()}
-        return not all(names_in_torch(kind).isdisjoint(attributes) for kind in kinds)
+        named = not names.isdisjoint((*attributes, *_BY_ANY_NAME)) or not self._in_torch.isdisjoint(attributes)
+        return bool(attributes) and named
 
     def _look(self, models: Sequence[nn.Module]) -> Variables:
         """Read the variables that the code of ``models`` names now; `look` computes their number afterwards."""
@@ -97,6 +97,8 @@ class Situations:
             variables = Variables(models, self._left_out)
         if not variables.names.isdisjoint(RANDOM_STATE):
             self.looped.setdefault(WHOLE, "it reads the state of random numbers, which a graph does not have")
+        kinds: set[Any] = {type(part) for model in models for part in model.modules()}
+        self._in_torch = frozenset[str]().union(*map(names_in_torch, kinds))
         self._models, self._variables, self._around = models, variables, None
         return variables
 

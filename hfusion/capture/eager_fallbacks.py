@@ -34,7 +34,7 @@ from hfusion.capture.fallback_runtime import (
 from hfusion.capture.hooks import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_reads import ADDRESSES, MEMORY_QUESTIONS, STRIDE_QUESTIONS
 from hfusion.capture.python_state import CODE, GENERATORS, MUTABLE_CONTAINERS, restored
-from hfusion.capture.reachable_code import GlobalVariables, names_of, names_written, search_of
+from hfusion.capture.reachable_code import GlobalVariables, names_added, names_of, names_written, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
@@ -245,7 +245,7 @@ class Fitness:
         reached = walk(modules, visit)
         # Assignments in code are known by names alone, and objects of other files, such as a configuration, have many.
         files = {type(module).__module__ for module in modules}
-        assigned, filled, _ = self._names_written
+        assigned, filled = self._names_written
         changed = (
             name
             for key, holder in reached.items()
@@ -255,18 +255,18 @@ class Fitness:
             or isinstance(value, GENERATORS)
         )
         tensors_and_modules = {name for name, _ in (*tensors(module), *module.named_modules())}
-        added = names_written(module, island.method)[2] - {name.rpartition(".")[2] for name in tensors_and_modules}
+        added = names_added(module, island.method) - {name.rpartition(".")[2] for name in tensors_and_modules}
         return min((*changed, *added), default=None)
 
     @cached_property
-    def _names_written(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    def _names_written(self) -> tuple[frozenset[str], frozenset[str]]:
         return names_written(self.model)
 
     @cached_property
     def _variable_written(self) -> str | None:
         """A variable of a class or file of the model's own code that forward may change; None if there is none."""
         files = {type(module).__module__ for module in self.model.modules()}
-        assigned, filled, _ = self._names_written
+        assigned, filled = self._names_written
         for holder in search_of([self.model]).holders:
             held = holder.held
             kind = held if isinstance(held, type | types.FunctionType) else type(held)

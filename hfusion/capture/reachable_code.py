@@ -408,21 +408,25 @@ def assigned_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names).union(*map(assigned_names, _nested(code)))
 
 
-def names_written(model: nn.Module, method: str = "forward") -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Return the names that a method of ``model`` may assign, and those of containers whose items it may change.
-
-    The last are the names of attributes that it may add to an object that exists before, and the names by which it may
-    do so: a counter that a rare value starts is no attribute of any object yet. They are those in the files of the
-    modules' classes and in the user's, since packages add attributes to many objects of their own.
+def names_written(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that forward of ``model`` may assign, and those of containers whose items it may change.
 
     Only functions that forward may call are read: a `CodeSearch` also follows what could be called elsewhere, and of a
     large package, which assigns many names, hardly anything would be left.
     """
-    functions, files = _functions_of(model, method), {type(part).__module__ for part in model.modules()}
-    codes = [function.__code__ for function in functions]
-    assigned, filled = (frozenset[str]().union(*map(names, codes)) for names in (assigned_names, filled_names))
-    own = (f for f in functions if f.__module__ in files or not is_installed_package(f.__module__))
-    return assigned, filled, frozenset[str]().union(*(added_names(function.__code__) for function in own))
+    codes = [function.__code__ for function in _functions_of(model, "forward")]
+    return frozenset().union(*map(assigned_names, codes)), frozenset().union(*map(filled_names, codes))
+
+
+def names_added(model: nn.Module, method: str) -> frozenset[str]:
+    """Return the names of attributes that a method of ``model`` may add to objects, or by which it may do so.
+
+    A counter that a rare value starts is no attribute of any object yet. Code in the files of the modules' classes and
+    in the user's counts, since packages add attributes to many objects of their own.
+    """
+    files = {type(part).__module__ for part in model.modules()}
+    own = (f for f in _functions_of(model, method) if f.__module__ in files or not is_installed_package(f.__module__))
+    return frozenset().union(*(added_names(function.__code__) for function in own))
 
 
 def compares_identity(model: nn.Module) -> bool:

@@ -22,12 +22,13 @@ from hfusion.array.gathered_rows import GatheredRows
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import check_materialized, device_of, tensors
+from hfusion.checkpoint.save import member_stacks
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked, stacked, take_entries
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import Membership, has_rows, is_per_member, mark, membership
+from hfusion.core.membership import Membership, is_per_member, mark, membership
 from hfusion.core.row_indices import Widths
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast, sent, without_autocast
@@ -480,10 +481,8 @@ class TrainingGroup:
         live, free = self.table.live, self.table.free
         if not live or not free:
             return
-        sources = live[:1] * len(free)
-        stacks = MemberTable(len(self), {n: t.detach() for n, t in tensors(self.fused) if has_rows(t)})
-        stacks.put(free, stacks.take(sources))
-        self.optimizer.put(free, {name: table.take(sources) for name, table in self.optimizer.tables().items()})
+        stacks = MemberTable(len(self), member_stacks(self.fused, self.optimizer))
+        stacks.put(free, stacks.take(live[:1] * len(free)))
 
     def drop_gradients(self) -> None:
         """Release gradients: they are not needed between updates, and moving them takes time."""
