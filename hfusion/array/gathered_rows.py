@@ -69,6 +69,20 @@ def slice_of(fused: FusedModule, chosen: slice) -> FusedModule:
     return part
 
 
+def check_unhooked(whole: FusedModule) -> None:
+    """Raise a FusionError if an array has hooks, which expect all members, or tensors whose rows cannot be moved."""
+    hooked = ""
+    check_movable(whole, "Step all rows, or choose them")
+    for name, tensor in tensors(whole):
+        held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+        if not all(is_own_hook(hook) for hooks in held for hook in (hooks or {}).values()):
+            hooked = f"{name} of a fused {whole._original} has a hook, which takes the gradients of all members"
+    if has_global_hooks() or any(getattr(module, name) for module in whole.modules() for name in HOOKS):
+        hooked = f"a fused {whole._original} has a hook, which takes the outputs of all members"
+    if hooked:
+        raise FusionError(f"{hooked}: step all rows, or remove it")
+
+
 class GatheredRows:
     """Members ``rows`` of ``whole`` as a separate array, whose programs are derived from those of the whole array.
 
@@ -102,7 +116,7 @@ class GatheredRows:
             FusionError: members with hooks or in different modes, or an array whose tensors are not plain.
         """
         whole, array = self.whole, self.array
-        self._check_plain()
+        check_unhooked(whole)
         self.modes = self._modes_of(rows)
         resized = len(rows) != len(array)
         # If both arrays have the same single skeleton, all members are alike.
@@ -192,19 +206,6 @@ class GatheredRows:
                 f"forward of {array._original} sets the mode of {changed[0] or 'the model'}, which a step of "
                 "some rows cannot hold; step all rows, or set modes before training"
             )
-
-    def _check_plain(self) -> None:
-        """Raise a FusionError if the whole array has hooks, or tensors whose rows cannot be taken out."""
-        whole, hooked = self.whole, ""
-        check_movable(whole, "Step all rows, or choose them")
-        for name, tensor in tensors(whole):
-            held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-            if not all(is_own_hook(hook) for hooks in held for hook in (hooks or {}).values()):
-                hooked = f"{name} of a fused {whole._original} has a hook, which takes the gradients of all members"
-        if has_global_hooks() or any(getattr(module, name) for module in whole.modules() for name in HOOKS):
-            hooked = f"a fused {whole._original} has a hook, which takes the outputs of all members"
-        if hooked:
-            raise FusionError(f"{hooked}: step all rows, or remove it")
 
     def _modes_of(self, rows: Sequence[int]) -> dict[str, bool]:
         """The modes of members ``rows``. Raises FusionError where they differ, or where one has hooks."""

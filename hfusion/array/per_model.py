@@ -253,11 +253,20 @@ class PerModel(PerMemberFunction):
         return None if state is None else (state, global_hooks(), torch.get_default_dtype(), active_autocast())
 
     @property
+    def runs_graphs(self) -> bool:
+        """Whether all calls so far ran as graphs that check no values: none ran the function itself."""
+        loops = any(calls.loops for calls in self._calls.values())
+        return not loops and not any(compiled.checks for compiled in self._compiled())
+
+    @property
     def programs(self) -> list[Program]:
         """The programs for all calls of the function so far."""
+        return list(dict.fromkeys(compiled.program for compiled in self._compiled()))
+
+    def _compiled(self) -> list[Compiled]:
         compilers = [compiler for calls in self._calls.values() for compiler in calls.compilers.values()]
         families = [family for compiler in compilers for family in compiler.families.values()]
-        return list(dict.fromkeys(compiled.program for family in families for compiled in family))
+        return [compiled for family in families for compiled in family]
 
     def _prepare(
         self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments

@@ -169,6 +169,15 @@ def begin_rows(
             stack[row] = optimizer.numbers[name] if name in optimizer.numbers else begin.get(name, 0.0)
 
 
+def check_unhooked(optimizer: FusedOptimizer, rows: Sequence[int]) -> None:
+    """Raise a FusionError if the optimizer has hooks of its steps, and only members ``rows`` are to step."""
+    if coupling.has_hooks(optimizer):
+        raise FusionError(
+            f"{type(optimizer).__name__} has a hook of its steps, which takes all members, and only rows {list(rows)} "
+            "are to step: step all rows, or remove the hook; hf.Population clips by clip_norm= and clip_value="
+        )
+
+
 # An optimizer of some members of an array: gather their rows of state and hyper-parameters, and write state back.
 
 
@@ -207,15 +216,10 @@ class GatheredState:
     def load(self, rows: Sequence[int]) -> None:
         """Copy the current state and hyper-parameters of members ``rows`` from the whole optimizer.
 
-        Raises:
-            FusionError: the optimizer has step hooks, which expect the gradients of all members.
+        Raises FusionError in the same cases as `check_unhooked`.
         """
         whole, part = self.whole, self.part
-        if coupling.has_hooks(whole):
-            raise FusionError(
-                f"{type(whole).__name__} has a hook of its steps, which takes all members, and only rows {list(rows)} "
-                "are to step: step all rows, or remove the hook; hf.Population clips by clip_norm= and clip_value="
-            )
+        check_unhooked(whole, rows)
         if len(rows) != width(part):
             rearrange(part, [0] * len(rows), {})
         tables = {name: table.take(rows) for name, table in whole.tables().items()}

@@ -20,8 +20,9 @@ from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import call_arguments, is_stacked, take_entries
 from hfusion.core.layout import member_values, values_of
 from hfusion.population.evaluation import check_entries, joined_batches, number, pair_of
+from hfusion.population.grouping import copied_member
 from hfusion.population.population import Population
-from hfusion.population.training_group import copied_member, evaluating_members, member_outputs
+from hfusion.population.training_group import evaluating_members, member_outputs
 from hfusion.population.weights import check_member_weights
 
 _Group = tuple[nn.Module, Sequence[int | None]]

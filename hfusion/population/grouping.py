@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare
 from hfusion.capture.python_differences import differing_attributes
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.population.training_group import TrainingGroup, copied_member, group_of, signature
+from hfusion.core.membership import is_per_member, membership
+from hfusion.population.training_group import TrainingGroup, group_of, signature
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -186,6 +189,21 @@ def _memory(models: Sequence[nn.Module], *, trained: bool) -> dict[Any, list[tup
 
 MemberState = tuple[nn.Module, dict[str, MemberTable]]
 """A member's model and training state, independent of any group: tables of one row, see `TrainingGroup.tables`."""
+
+
+def copied_member(module: nn.Module, row: int) -> nn.Module:
+    """Return a copy of a member of an array, or of a plain group's model, that shares the frozen parameters of others.
+
+    A plain model may be one that its optimizer does not fit any more.
+    """
+    if not isinstance(module, FusedModule):
+        frozen, model = [p for p in module.parameters() if membership(p) is not None and not is_per_member(p)], module
+    else:
+        view = module._views.members.get(row)
+        model = module._member(row) if view is None else view.model
+        per_member = {name for name, parameter in module.named_parameters() if is_per_member(parameter)}
+        frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
+    return module_copy(model, {id(parameter): parameter for parameter in frozen})
 
 
 def copy_member_state(group: TrainingGroup, row: int) -> MemberState:

@@ -22,7 +22,7 @@ from hfusion.checkpoint.save import Root, in_thread
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.exclusive import FairLock
-from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
+from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
 from hfusion.core.step_arguments import Compile
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
@@ -30,7 +30,7 @@ from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
 from hfusion.population import grouping
 from hfusion.population.evaluation import check_entries, evaluate
 from hfusion.population.group_step import MemberWorkers, one_update, step_groups
-from hfusion.population.grouping import TWINS, Candidates, MemberLayout, PopulationGroup
+from hfusion.population.grouping import TWINS, Candidates, MemberLayout, PopulationGroup, copied_member
 from hfusion.population.loss_weights import check_keyword, rows_of_weights
 from hfusion.population.members import (
     Event,
@@ -47,7 +47,7 @@ from hfusion.population.members import (
     value_of,
 )
 from hfusion.population.saving import gathered, load, load_run
-from hfusion.population.training_group import TrainingGroup, copied_member, group_of
+from hfusion.population.training_group import TrainingGroup, group_of
 from hfusion.population.weights import BestMembers, average
 from hfusion.torch_private.module_hooks import has_step_hooks
 
@@ -265,11 +265,6 @@ class Population:
             PopulationGroup(tuple(sorted(group.live)), "plain" if group.is_plain else "array", group.why)
             for group in self._groups
         )
-
-    @property
-    def widths(self) -> Widths:
-        """Number of rows for a number of members; several groups keep the largest number so far."""
-        return Widths(self._size) if self._parted else self.array._widths
 
     @property
     def hparams(self) -> Hparams:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array import array_editing
 from hfusion.array.fuse import fuse
-from hfusion.array.gathered_rows import GatheredRows
+from hfusion.array.gathered_rows import GatheredRows, check_unhooked
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import check_materialized, device_of, tensors
@@ -97,7 +97,7 @@ class TrainingGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
-        dropped = {"_before", "_finite", "_shared_parameters", "_step", "_chosen", "_written", "_loss"}
+        dropped = {"_before", "_resting", "_finite", "_shared_parameters", "_step", "_chosen", "_written", "_loss"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "_expected_calls": self.known_calls}
 
@@ -113,6 +113,8 @@ class TrainingGroup:
         self._chosen: tuple[TrainingGroup, GatheredRows, optimizer_rows.GatheredState] | None = None
         # By key, what forward may write to, as it was before the present call.
         self._before: dict[str, Tensor] = {}
+        # The members that the present call leaves as they are, bool [rows], or None.
+        self._resting: Tensor | None = None
         self._make_step(*self._weighs)
 
     def _make_step(self, of_calls: bool, of_samples: bool) -> None:
@@ -233,14 +235,17 @@ class TrainingGroup:
         ``weights``: None, or what `hfusion.population.loss_weights.rows_of_weights` returns.
         """
         columns = self.table.columns
+        resting: Tensor | None = None
+        (inputs, target, keywords), of_rows = arguments, weights
         if rows is not None and rows != list(range(self.table.rows)):
-            if len(rows) < len(self.table.live) or 2 * len(rows) < self.table.rows:
+            if 2 * len(rows) < self.table.rows:
                 return self._step_some(rows, arguments, weights)
-            # All members step, and free rows with them, which costs less than to copy the members. Inputs of free rows
-            # repeat those of the first member.
+            # To compute all costs less than to copy half of the members. Inputs of the others repeat the first's.
             entries = [rows.index(row) if row in rows else 0 for row in range(self.table.rows)]
-            arguments, weights = take_entries(arguments, entries), take_entries(weights, entries)
-        inputs, target, keywords = arguments
+            (inputs, target, keywords), of_rows = take_entries(arguments, entries), take_entries(weights, entries)
+            if others := set(self.table.live) - set(rows):
+                resting = torch.zeros_like(columns["alive"])
+                resting[list(others)] = True
         if self._shared_parameters:
             check_own(self._shared_parameters)
         # Whether a member accumulates the gradients of several calls.
@@ -249,16 +254,22 @@ class TrainingGroup:
         if weighs != self._weighs:
             self._make_step(*weighs)
         if weighs[1]:
-            target = weigh_samples(target, weights, device_of(self.fused))
+            target = weigh_samples(target, of_rows, device_of(self.fused))
         if weighs[0]:
             shares = columns["accumulate"].double().reciprocal()
             shares = shares if self.scaler is None else self.scaler.scale(shares)
             target = {"target": target, "weight": stacked(sent(shares, device_of(self.fused)))}
-        self._before = {}
-        if bool(columns["alive"].all()):
+        if rows is not None and resting is not None:
+            if self._sums or self.scaler is not None or not self._step.runs_graphs(inputs, target, keywords):
+                return self._step_some(rows, arguments, weights)
+            check_unhooked(self.fused)
+            optimizer_rows.check_unhooked(self.optimizer, rows)
+        self._before, self._resting = {}, resting
+        computed = columns["alive"] if resting is None else columns["alive"] & ~resting
+        if bool(computed.all()):
             return self._call(inputs, target, keywords, ())
-        losses = self._call(inputs, target, keywords, self.table.free)
-        return losses.masked_fill(~columns["alive"].to(losses.device), math.nan)
+        losses = self._call(inputs, target, keywords, (~computed).nonzero().reshape(-1).tolist())
+        return losses.masked_fill(~computed.to(losses.device), math.nan)
 
     def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
         """Compute losses and gradients, and call `_finish`. Returns losses ``[rows of the group]``.
@@ -281,7 +292,7 @@ class TrainingGroup:
     def _hold(self, names: Iterable[str]) -> None:
         """Keep the present values of tensors that forward may write to, to restore those of members that are frozen."""
         missing = [name for name in names if name not in self._before]
-        if missing and self.options.on_nonfinite != "ignore":
+        if missing and (self.options.on_nonfinite != "ignore" or self._resting is not None):
             self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
 
     @torch.no_grad()
@@ -300,7 +311,7 @@ class TrainingGroup:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
         if not self.table.underway:
             return False
-        self._before = {}
+        self._before, self._resting = {}, None
         self.drop_gradients()
         self._finish(torch.zeros(len(self), device="cpu"), flushed=True)
         return True
@@ -338,15 +349,19 @@ class TrainingGroup:
             if bad is not None:
                 table.freeze(bad)
             frozen = table.columns["frozen"]
-            if self._before and bool(frozen.any()):
-                self.restore(frozen)
+            resting = frozen if self._resting is None else frozen | self._resting
+            if self._before and bool(resting.any()):
+                self.restore(resting)
             if due is None or bool(due.any()):
-                self._update(frozen if due is None else frozen | ~due)
+                self._update(resting if due is None else resting | ~due)
         except BaseException:
             self.restore()
             raise
         if due is not None:
             table.count(done.masked_fill(due | frozen, 0), sums)
+        if self._resting is not None:
+            # Those of members that rest mean nothing.
+            self.drop_gradients()
         self._before = {}
 
     def _update(self, resting: Tensor) -> None:
@@ -384,6 +399,7 @@ class TrainingGroup:
         stacks = [grad.reshape(len(self), -1) for grad in grads]
         bad = ~losses.detach().isfinite().cpu() | overflowing(stacks, len(self))
         bad &= self.table["alive"] & ~self.table["frozen"]
+        bad &= ~self._resting if self._resting is not None else True
         return bad if bool(bad.any()) else None
 
     def _step_some(self, rows: list[int], arguments: StepArguments, weights: Any) -> Tensor:
@@ -619,21 +635,6 @@ def check_own(parameters: Iterable[nn.Parameter]) -> None:
                 "population trains as if alone: freeze it, give each member its own by copy.deepcopy, or use hf.fuse "
                 "and hf.train_step"
             )
-
-
-def copied_member(module: nn.Module, row: int) -> nn.Module:
-    """Return a copy of a member of an array, or of a plain group's model, that shares the frozen parameters of others.
-
-    A plain model may be one that its optimizer does not fit any more.
-    """
-    if not isinstance(module, FusedModule):
-        frozen, model = [p for p in module.parameters() if membership(p) is not None and not is_per_member(p)], module
-    else:
-        view = module._views.members.get(row)
-        model = module._member(row) if view is None else view.model
-        per_member = {name for name, parameter in module.named_parameters() if is_per_member(parameter)}
-        frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
-    return module_copy(model, {id(parameter): parameter for parameter in frozen})
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

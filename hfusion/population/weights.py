@@ -13,8 +13,9 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import is_better, numbers
 from hfusion.core.row_indices import rows_of
+from hfusion.population.grouping import copied_member
 from hfusion.population.members import NO_BEST
-from hfusion.population.training_group import TrainingGroup, copied_member
+from hfusion.population.training_group import TrainingGroup
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population

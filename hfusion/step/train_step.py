@@ -18,7 +18,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel, programs_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import BoundProgram, Location
+from hfusion.compiler.compiled_program import BoundProgram, Compiled, Location
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError
@@ -110,6 +110,8 @@ class TrainStep:
         self._uncompiled: dict[str, CallReport] = {}
         self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
+        # By kind of call, the program of forward whose loss has one as well, see `runs_graphs`.
+        self._foreseen: dict[Any, Compiled] = {}
         # The tensors of the latest compiled step, for which `_check_trained` has passed.
         self._checked_tensors: GuardedTensors | None = None
         self._maker = ProgramMaker(compile, parts)
@@ -218,18 +220,41 @@ class TrainStep:
         """The kinds of calls that need no further eager step to determine how they run."""
         return {variant.call for variant in self._all_variants() if not variant.why} | self.expected_calls
 
+    def runs_graphs(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> bool:
+        """Return whether such a call is graphs that check no values and set no modes: no code of members runs."""
+        args, kwargs = call_arguments(inputs, keywords)
+        call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
+        # Within a memory budget, members are computed in blocks.
+        if call.ragged or self.budget is not None:
+            return False
+        try:
+            compiled = self._fused.compiled(call.inputs)
+        except FusionError:
+            return False
+        if compiled.opaque or compiled.checks or compiled.modes:
+            return False
+        kind = call.inputs.key, call.target.key, self._loss.state()
+        if self._foreseen.get(kind) is not compiled:
+            self._forward(call.inputs, PreparedStep(args, kwargs, target))
+            self._foreseen[kind] = compiled
+        return self._loss.runs_graphs
+
     def _foresee(self, prepared: PreparedStep, call: StepCall) -> None:
         """Determine how such a call runs, by a forward without side effects."""
         self.expected_calls.discard(call.text)
+        self._note(prepared, call, self._forward(call.inputs, prepared))
+
+    def _forward(self, inputs: Arguments, prepared: PreparedStep) -> Any:
+        """Return the outputs of a step, and prepare its loss, without side effects."""
         with compiling(), random_states_kept(), torch.enable_grad():
-            written = self._fused.compiled(call.inputs).written
+            written = self._fused.compiled(inputs).written
             saved = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
             outputs = self._by_autograd.outputs(prepared.args, prepared.kwargs, prepared.block)
             if prepared.block is None:
-                self._loss(outputs, prepared.target)
+                self._loss.prepare(outputs, prepared.target)
         for tensor, before in saved:
             tensor.detach().copy_(before)
-        self._note(prepared, call, outputs)
+        return outputs
 
     @property
     def compilations(self) -> int:

@@ -51,7 +51,9 @@ def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
     assert pop.ages.tolist() == [1, 0, 0]
 
 
-def test_the_others_keep_every_bit() -> None:
+@pytest.mark.parametrize("on_nonfinite", ["freeze", "ignore"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_others_keep_every_bit(scaled: bool, on_nonfinite: Any) -> None:
     """Weights, statistics, moments, counts, scales, hyper-parameters and the keys of their random numbers."""
     torch.manual_seed(0)
     pop = hf.Population(
@@ -59,15 +61,16 @@ def test_the_others_keep_every_bit() -> None:
         optimizer=lambda p: hf.optim.Adam(p, lr=0.01),
         loss=F.cross_entropy,
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-        scaler=hf.optim.GradScaler(init_scale=8.0, growth_interval=2),
+        scaler=hf.optim.GradScaler(init_scale=8.0, growth_interval=2) if scaled else None,
+        on_nonfinite=on_nonfinite,
         compile=False,
     )
 
     def of(row: int) -> list[Tensor]:
         state = [value[row] for entry in pop.optimizer.state.values() for value in entry.values()]
-        assert pop.scaler is not None
-        others = [*pop.fused.state_dict().values(), pop.hparams["lr"], pop.ages, pop.array.table["key"]]
-        return [v.clone() for v in (*state, *(t[row] for t in (*others, *pop.scaler.state_dict().values())))]
+        scales = [] if pop.scaler is None else pop.scaler.state_dict().values()
+        others = [*pop.fused.state_dict().values(), pop.hparams["lr"], pop.ages, pop.array.table["key"], *scales]
+        return [v.clone() for v in (*state, *(t[row] for t in others))]
 
     pop.step(*(hf.stacked(part) for part in batches(4)))
     before = [of(row) for row in range(4)]
@@ -79,10 +82,41 @@ def test_the_others_keep_every_bit() -> None:
     for row in (0, 2):
         assert all(torch.equal(actual, expected) for actual, expected in zip(of(row), before[row], strict=True))
     assert (pop.ages.tolist(), pop.scheduler.last_epochs.tolist(), pop.steps) == ([1, 4, 1, 4], [0, 3, 0, 3], 4)
-    assert pop.scaler is not None
-    assert pop.scaler.get_scale().tolist() == [8.0, 32.0, 8.0, 32.0]
+    assert pop.scaler is None or pop.scaler.get_scale().tolist() == [8.0, 32.0, 8.0, 32.0]
+    assert all(param.grad is None for param in pop.fused.parameters())
     pop.copy(3, 0)
     assert pop.ages.tolist() == [4, 4, 1, 4]
+
+
+class Checked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.isfinite().all()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Checked])
+def test_code_of_members_that_rest_does_not_run(kind: Any) -> None:
+    """Neither a loss that keeps state nor a check of their values."""
+    seen: list[int] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(len(seen))
+        assert output.isfinite().all()
+        return F.cross_entropy(output, target)
+
+    pop = hf.Population(
+        [kind(4, 3).double() for _ in range(4)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=loss,
+        compile=False,
+    )
+    with torch.no_grad():
+        pop.fused.get_parameter("weight")[1] = math.nan
+    for _ in range(2):
+        seen.clear()
+        losses = pop.step(*(hf.stacked(part) for part in batches(3)), rows=[0, 2, 3])
+        assert losses.isnan().tolist() == [False, True, False, False]
+        assert len(seen) == 3
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1]], ids=str)
