@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the suite in the background lets it ignore Ctrl-C, which tests send to themselves.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Every pass of every program.
-    os.environ["HFUSION_CHECK"] = "1"
+    os.environ["HFUSION_STAGES"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -245,6 +248,37 @@ def test_a_wrong_rule_is_caught(
     unchecked = hf.fuse(models, verify=False)
     unchecked(torch.randn(3, 4, dtype=dtype))
     assert "self-check not run" in str(unchecked.report())
+
+
+class Hidden(nn.Module):
+    """Reads a number where no search follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * sys.modules["hidden"].factor
+
+
+@pytest.mark.parametrize("compiled", [None, False, True])
+def test_a_value_that_no_guard_follows_is_found_at_every_third_call(
+    compiled: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: a call of the array in eval mode; else steps."""
+    monkeypatch.setattr("hfusion.array.module.RECHECKED", 3)
+    monkeypatch.setattr("hfusion.step.train_step.RECHECKED", 3)
+    hidden: Any = ModuleType("hidden")
+    monkeypatch.setitem(sys.modules, "hidden", hidden)
+    hidden.factor = 1.0
+    array, x = hf.fuse([Hidden() for _ in range(2)]).train(compiled is not None), torch.ones(3, 4)
+    step = hf.train_step(array, F.mse_loss, hf.optim.SGD(array.parameters(), lr=0.0), compile=compiled)
+    call = partial(array, x) if compiled is None else partial(step, x, torch.ones(3, 1))
+    call()
+    hidden.factor = 2.0
+    call()
+    with pytest.raises(hf.FusionError, match="self-check: output 0 of model 0 differs"):
+        call()
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)

@@ -43,6 +43,7 @@ from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
 from hfusion.core.program import Kind
 from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
+from hfusion.core.stages import RECHECKED
 from hfusion.ops.rule import hint
 from hfusion.optim import coupling
 from hfusion.passes.side_effects import FailedCheck
@@ -152,8 +153,8 @@ class FusedModule(Tree):
         if run is None:
             run = compiled.found.runs[self] = bind(compiled, self)
         try:
-            if not compiled.found.check:
-                self._check_once(compiled, arguments)
+            if not compiled.found.check or RECHECKED:
+                self.check_due(compiled, arguments)
             if in_transform() and (why := unserved(compiled)):
                 return self._transformed(compiled, arguments, why)
             output = run(arguments.values)
@@ -257,15 +258,20 @@ class FusedModule(Tree):
             )
         return second
 
-    def _check_once(self, compiled: Compiled, arguments: Arguments) -> None:
-        if self.training and torch.is_grad_enabled():
+    def check_due(self, compiled: Compiled, arguments: Arguments) -> None:
+        """Run the self-check of a program at its first call in training, and at those that are checked again."""
+        compiled.found.calls += 1
+        again = RECHECKED > 0 and compiled.found.calls % RECHECKED == 0
+        if again:
+            compiled.found.check = ""
+        if again or (self.training and torch.is_grad_enabled()):
             self.check(compiled, arguments)
 
     def _traced(self, arguments: Arguments) -> Compiled:
         """Return the checked program for a call that Dynamo traces. Dynamo traces again if modes have changed."""
         check_together(self, "torch.compile")
         compiled = self._program(arguments)
-        self._check_once(compiled, arguments)
+        self.check_due(compiled, arguments)
         self._leave(compiled)
         return compiled
 

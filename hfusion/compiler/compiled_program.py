@@ -74,11 +74,13 @@ class Findings:
 
     Attributes:
         check: the result of the self-check; empty before it.
+        calls: how many calls were counted, see `hfusion.core.stages.RECHECKED`.
         samples: the dims of samples of its outputs, or why it takes no padded batches; None if it was not asked.
         runs: the program as a function, by array (see `bind`).
     """
 
     check: str = ""
+    calls: int = 0
     samples: tuple[int | None, ...] | str | None = None
     runs: WeakKeyDictionary[nn.Module, Callable[[list[Any]], Any]] = field(default_factory=WeakKeyDictionary)
 

@@ -1,7 +1,8 @@
 """Stages between a model and its programs, which can be checked, and written to files as text.
 
 ``HFUSION_DUMP=folder`` writes each stage to a file of its own, ``0007-Net-batched.txt``, in the order in which they
-came about, and checks it; ``HFUSION_CHECK=1`` checks alone, as all tests do.
+came about, and checks it; ``HFUSION_STAGES=1`` checks alone, as all tests do. ``HFUSION_CHECK=n`` compares every n-th
+call of a program with the members' own code.
 """
 
 from __future__ import annotations
@@ -11,6 +12,17 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+
+def _interval() -> int:
+    given = os.environ.get("HFUSION_CHECK", "0")
+    if not given.isdecimal():
+        raise ValueError(f"HFUSION_CHECK={given!r}: give n, to compare every n-th call with the members' own code")
+    return int(given)
+
+
+RECHECKED = _interval()
+"""Each so many calls of a program are compared with the members' own code, besides the first; 0: none."""
 
 
 class BrokenProgram(AssertionError):
@@ -25,7 +37,7 @@ def stage(subject: str, name: str, text: Callable[[], str], check: Callable[[], 
     folder = os.environ.get("HFUSION_DUMP")
     if folder:
         _write(Path(folder), f"{subject}-{name}", text())
-    if folder or os.environ.get("HFUSION_CHECK") == "1":
+    if folder or os.environ.get("HFUSION_STAGES") == "1":
         try:
             check()
         except BrokenProgram as error:

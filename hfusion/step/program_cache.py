@@ -4,7 +4,7 @@ The key of a program is its request, which describes it completely, and its envi
 environment variables. Files carry a digest, and `hfusion.device.cache` rejects those that another user could have
 written. A JSON file next to the libraries describes when they are valid; only the libraries contain code.
 
-``HFUSION_PROGRAMS=0`` disables the cache. ``HFUSION_CHECK=1`` and ``HFUSION_DUMP`` do so too, since they inspect the
+``HFUSION_PROGRAMS=0`` disables the cache. ``HFUSION_STAGES=1`` and ``HFUSION_DUMP`` do so too, since they inspect the
 stages of a compilation, which a cached program skips.
 """
 
@@ -86,7 +86,7 @@ class StepTimes:
 def keeping() -> bool:
     """Return whether programs are cached on disk."""
     enabled = os.environ.get("HFUSION_PROGRAMS") != "0"
-    return enabled and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
+    return enabled and os.environ.get("HFUSION_STAGES") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
 def find(request: str) -> BlockProgram | NoProgram | None:

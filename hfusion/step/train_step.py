@@ -25,6 +25,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import compiling
 from hfusion.core.member_random import keyed
 from hfusion.core.membership import check_whole_stack
+from hfusion.core.stages import RECHECKED
 from hfusion.core.step_arguments import Compile, check_compile
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
@@ -190,6 +191,8 @@ class TrainStep:
             self._checked_tensors = variant.guarded_tensors
         if self.idle and not variant.draws_together:
             call = replace(call, idle=self.idle)
+        if RECHECKED:
+            self._fused.check_due(variant.sources[0].compiled, call.inputs)
         failed = variant.sources[0].failed.get("members")
         before = [] if failed is None else [(b.detach(), b.detach().clone()) for b in self._fused.buffers()]
         with without_autocast(variant.situation[2]):

@@ -81,7 +81,7 @@ needs_groups = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs group
 
 @pytest.fixture
 def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.delenv("HFUSION_STAGES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -189,7 +189,7 @@ def test_it_ends_with_the_process(how: str) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate cache folder in which programs and times are kept, however busy the machine is."""
     monkeypatch.setattr(step_signatures, "_STEADY", math.inf)
-    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.delenv("HFUSION_STAGES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "hfusion"
 
