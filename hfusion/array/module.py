@@ -87,6 +87,7 @@ class FusedModule(Tree):
         # Whether the members of another array are computed, whose own objects keep their Python state; and whether
         # by another method, which that array loops over if it cannot be captured.
         self._is_part = self._is_method = False
+        self._idle = frozenset[int]()  # Members that loops leave out of a call.
         # Called with each new program, before it runs.
         self._on_program: Callable[[Compiled], object] = lambda compiled: None
         self._find_program_name = finder(self, self._traced)

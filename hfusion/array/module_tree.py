@@ -45,6 +45,7 @@ STATE = frozenset(
         "_on_program",
         "_views",
         "_is_part",
+        "_idle",
     },
 )
 _STANDARD = frozenset(nn.Module().__dict__)

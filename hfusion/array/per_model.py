@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.unfused_calls import check_ragged, joined_results, unserved
+from hfusion.array.unfused_calls import active_rows, check_ragged, filled, joined_results, unserved
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
@@ -194,7 +194,11 @@ class PerModel(PerMemberFunction):
 
     Args:
         programs: the cache of the array whose outputs are passed; by default of the array that was called last.
+
+    ``idle``: members whose values are not needed: a loop leaves them out.
     """
+
+    idle: Set[int] = frozenset()
 
     def __init__(self, function: Callable[..., Any], programs: FunctionPrograms | None = None) -> None:
         check_loss_function(function)
@@ -253,20 +257,11 @@ class PerModel(PerMemberFunction):
         return None if state is None else (state, global_hooks(), torch.get_default_dtype(), active_autocast())
 
     @property
-    def runs_graphs(self) -> bool:
-        """Whether all calls so far ran as graphs that check no values: none ran the function itself."""
-        loops = any(calls.loops for calls in self._calls.values())
-        return not loops and not any(compiled.checks for compiled in self._compiled())
-
-    @property
     def programs(self) -> list[Program]:
         """The programs for all calls of the function so far."""
-        return list(dict.fromkeys(compiled.program for compiled in self._compiled()))
-
-    def _compiled(self) -> list[Compiled]:
         compilers = [compiler for calls in self._calls.values() for compiler in calls.compilers.values()]
         families = [family for compiler in compilers for family in compiler.families.values()]
-        return [compiled for family in families for compiled in family]
+        return list(dict.fromkeys(compiled.program for family in families for compiled in family))
 
     def _prepare(
         self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments
@@ -304,10 +299,10 @@ class PerModel(PerMemberFunction):
         inputs = [tensor for tensor in inputs if not tensor.is_inference()]
         versions = [tensor._version for tensor in inputs]
         with hinting(_unstacked(arguments, members), members):
-            for member in range(members):
+            for member in active_rows(members, self.idle):
                 args, kwargs = arguments.of_member(member)
                 try:
-                    rows.append(self._function(*args, **kwargs))
+                    rows.append((member, self._function(*args, **kwargs)))
                 except Exception as error:
                     error.add_note(f"This is of member {member}.")
                     raise
@@ -317,7 +312,7 @@ class PerModel(PerMemberFunction):
                         f"{self._name} writes into its arguments, and runs in a loop over members, which may share "
                         "them; let it write into a copy"
                     )
-        return pytree.tree_unflatten(*joined_results(rows, any_sizes=bool(arguments.ragged)))
+        return pytree.tree_unflatten(*joined_results(filled(members, rows), any_sizes=bool(arguments.ragged)))
 
     def find_program(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """Return the program of the last call, with such arguments, or the reason why it ran in a loop over members."""

@@ -6,7 +6,7 @@ arguments, with batches of different sizes that cannot be padded, and some insid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +97,10 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str 
         members = [views.get(fused, row) for row in range(len(fused))]
         views.watch()
     specs: list[TreeSpec] = []
+    active = active_rows(len(fused), fused._idle)
 
     def run() -> list[Any]:
-        results = list(_results(fused, members, arguments, method))
+        results = filled(len(fused), zip(active, _results(fused, members, active, arguments, method), strict=True))
         leaves, spec = joined_results(results, any_sizes=bool(arguments.ragged))
         specs.append(spec)
         return leaves
@@ -116,7 +117,22 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str 
         views.exposed = views.exposed or not views.are_unchanged()
 
 
-def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments, method: str) -> Iterator[Any]:
+def active_rows(members: int, idle: Set[int]) -> list[int]:
+    """Return the rows of members that are not ``idle``; all rows if every member is."""
+    return [row for row in range(members) if row not in idle] or list(range(members))
+
+
+def filled(members: int, results: Iterable[tuple[int, Any]]) -> list[Any]:
+    """Return the result of each of ``members`` from those by row; the first, without gradient, where there is none."""
+    by_row = dict(results)
+    first = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, next(iter(by_row.values())))
+    return [by_row.get(row, first) for row in range(members)]
+
+
+def _results(
+    fused: FusedModule, members: Sequence[nn.Module], rows: Sequence[int], arguments: Arguments, method: str
+) -> Iterator[Any]:
+    """Yield the results of the members in ``rows``, one after the other."""
     stacks, watching = dict(tensors(fused)), running()
     own = {name: stack for name, stack in stacks.items() if name not in fused._array.comparison.shared}
     split: Any = Tensor.unbind if in_transform() else _RowsOfStack.apply
@@ -129,10 +145,10 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
     low, high = (None, None) if source is None else source.keys()
     inputs = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
     versions = list(map(version_of, inputs))
-    for index, member in enumerate(members):
-        rows = {key: of_stack[index] for key, of_stack in listed.items()}
-        rows |= {key: rows[key].detach() for key, flags in frozen.items() if flags[index]}
-        given = {name: rows.get(id(stack), stack) for name, stack in stacks.items()}
+    for index in rows:
+        member, own_rows = members[index], {key: of_stack[index] for key, of_stack in listed.items()}
+        own_rows |= {key: own_rows[key].detach() for key, flags in frozen.items() if flags[index]}
+        given = {name: own_rows.get(id(stack), stack) for name, stack in stacks.items()}
         named_buffers = member.named_buffers(remove_duplicate=False)
         buffers = {name: buffer for name, buffer in named_buffers if not is_wrapped(given[name])}
         aliases = {id(buffer): _with_own_version(buffer) for buffer in buffers.values()}

@@ -239,6 +239,16 @@ class GroupTable(MemberTable):
         self.clear_updates((done == 0).nonzero().reshape(-1).tolist() if self.underway else ())
 
 
+@torch.no_grad()
+def leave_out(params: Iterable[Tensor], members: Tensor) -> None:
+    """Clear the gradients of ``members``, bool ``[rows]``, as if they had none."""
+    for param in params:
+        if (grad := param.grad) is not None:
+            missing = absent_rows(grad)
+            grad[members.to(grad.device)] = 0
+            mark_absent(grad, members if missing is None else members | missing.cpu())
+
+
 def written_rows(module: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
     """Return tensors by key as ``[rows, ...]``, without those that all members share; writing there writes to them."""
     found = ((name, tensor) for name, tensor in tensors(module) if name in names) if names else ()

@@ -26,7 +26,7 @@ from hfusion.checkpoint.save import member_stacks
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked, stacked, take_entries
 from hfusion.core.copies import module_copy
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import Membership, is_per_member, mark, membership
 from hfusion.core.row_indices import Widths
@@ -39,7 +39,7 @@ from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.population.evaluation import evaluating_model, with_row
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighted
-from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, no_best, written_rows
+from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, leave_out, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
 
@@ -239,7 +239,12 @@ class TrainingGroup:
         (inputs, target, keywords), of_rows = arguments, weights
         if rows is not None and rows != list(range(self.table.rows)):
             if 2 * len(rows) < self.table.rows:
-                return self._step_some(rows, arguments, weights)
+                try:
+                    return self._step_some(rows, arguments, weights)
+                except FusionError as error:
+                    # Only the array's own members keep Python state, and a loop leaves the others out.
+                    if not isinstance(error.__cause__, KeepsState):
+                        raise
             # To compute all costs less than to copy half of the members. Inputs of the others repeat the first's.
             entries = [rows.index(row) if row in rows else 0 for row in range(self.table.rows)]
             (inputs, target, keywords), of_rows = take_entries(arguments, entries), take_entries(weights, entries)
@@ -260,7 +265,7 @@ class TrainingGroup:
             shares = shares if self.scaler is None else self.scaler.scale(shares)
             target = {"target": target, "weight": stacked(sent(shares, device_of(self.fused)))}
         if rows is not None and resting is not None:
-            if self._sums or self.scaler is not None or not self._step.runs_graphs(inputs, target, keywords):
+            if not self._step.lets_rest(inputs, keywords):
                 return self._step_some(rows, arguments, weights)
             check_unhooked(self.fused)
             optimizer_rows.check_unhooked(self.optimizer, rows)
@@ -324,6 +329,8 @@ class TrainingGroup:
             flushed: whether there was no call, and members are updated by the gradients of earlier calls.
         """
         table = self.table
+        if self._resting is not None:
+            leave_out(self.parameters(), self._resting)
         # The members that make an update, bool [rows], None for all in each call; how many calls of an update each has
         # made, with this one; and the sums of their gradients.
         due, done, sums = None, table.columns["done"], dict[str, Tensor]()
@@ -331,7 +338,8 @@ class TrainingGroup:
             due = done > 0
             sums = {name: table[name].clone() for name in table.columns if name.startswith(("sum/", "absent/"))}
         elif self._sums:
-            done = (done + 1).masked_fill(~table["alive"] | table["frozen"], 0)
+            calls = (done + 1).masked_fill(~table["alive"] | table["frozen"], 0)
+            done = calls if self._resting is None else torch.where(self._resting, done, calls)
             due = done == table["accumulate"]
             sums = table.summed(self.named_parameters(), last=bool(due.all()))
         if due is not None:
@@ -360,7 +368,6 @@ class TrainingGroup:
         if due is not None:
             table.count(done.masked_fill(due | frozen, 0), sums)
         if self._resting is not None:
-            # Those of members that rest mean nothing.
             self.drop_gradients()
         self._before = {}
 

@@ -18,10 +18,10 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel, programs_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import BoundProgram, Compiled, Location
+from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, NotCaptured
 from hfusion.core.exclusive import compiling
 from hfusion.core.member_random import keyed
 from hfusion.core.membership import check_whole_stack
@@ -111,8 +111,6 @@ class TrainStep:
         self._uncompiled: dict[str, CallReport] = {}
         self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
-        # By kind of call, the program of forward whose loss has one as well, see `runs_graphs`.
-        self._foreseen: dict[Any, Compiled] = {}
         # The tensors of the latest compiled step, for which `_check_trained` has passed.
         self._checked_tensors: GuardedTensors | None = None
         self._maker = ProgramMaker(compile, parts)
@@ -223,41 +221,32 @@ class TrainStep:
         """The kinds of calls that need no further eager step to determine how they run."""
         return {variant.call for variant in self._all_variants() if not variant.why} | self.expected_calls
 
-    def runs_graphs(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> bool:
-        """Return whether such a call is graphs that check no values and set no modes: no code of members runs."""
-        args, kwargs = call_arguments(inputs, keywords)
-        call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
+    def lets_rest(self, inputs: Any, keywords: dict[str, Any]) -> bool:
+        """Return whether no code of members that are ``idle`` runs in such a call: it is a graph, or loops."""
+        arguments = Arguments.of(*call_arguments(inputs, keywords))
         # Within a memory budget, members are computed in blocks.
-        if call.ragged or self.budget is not None:
+        if arguments.ragged or self.budget is not None:
             return False
         try:
-            compiled = self._fused.compiled(call.inputs)
+            compiled = self._fused.compiled(arguments)
+        except NotCaptured:
+            return True
         except FusionError:
             return False
-        if compiled.opaque or compiled.checks or compiled.modes:
-            return False
-        kind = call.inputs.key, call.target.key, self._loss.state()
-        if self._foreseen.get(kind) is not compiled:
-            self._forward(call.inputs, PreparedStep(args, kwargs, target))
-            self._foreseen[kind] = compiled
-        return self._loss.runs_graphs
+        return not (compiled.opaque or compiled.modes)
 
     def _foresee(self, prepared: PreparedStep, call: StepCall) -> None:
         """Determine how such a call runs, by a forward without side effects."""
         self.expected_calls.discard(call.text)
-        self._note(prepared, call, self._forward(call.inputs, prepared))
-
-    def _forward(self, inputs: Arguments, prepared: PreparedStep) -> Any:
-        """Return the outputs of a step, and prepare its loss, without side effects."""
         with compiling(), random_states_kept(), torch.enable_grad():
-            written = self._fused.compiled(inputs).written
+            written = self._fused.compiled(call.inputs).written
             saved = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
             outputs = self._by_autograd.outputs(prepared.args, prepared.kwargs, prepared.block)
             if prepared.block is None:
-                self._loss.prepare(outputs, prepared.target)
+                self._loss(outputs, prepared.target)
         for tensor, before in saved:
             tensor.detach().copy_(before)
-        return outputs
+        self._note(prepared, call, outputs)
 
     @property
     def compilations(self) -> int:
@@ -287,7 +276,11 @@ class TrainStep:
         # Each member draws from a seed of its own where draws must not depend on blocks of a memory budget, or where
         # keys give seeds, as programs take them.
         by_seeds = self.budget is not None or (self.keys is not None and self._compile is not False)
-        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, by_seeds)
+        self._fused._idle = self._loss.idle = self.idle
+        try:
+            losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, by_seeds)
+        finally:
+            self._fused._idle = self._loss.idle = frozenset()
         # It started without gradients, so only parameters of the array can have one now.
         if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
             self._check_trained()

@@ -94,9 +94,16 @@ class Checked(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Checked])
-def test_code_of_members_that_rest_does_not_run(kind: Any) -> None:
-    """Neither a loss that keeps state nor a check of their values."""
+class Counting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 3], [3]], ids=str)
+@pytest.mark.parametrize("kind", [nn.Linear, Checked, Counting])
+def test_code_of_members_that_rest_does_not_run(kind: Any, rows: list[int]) -> None:
+    """Neither forward or a loss that keeps state nor a check of their values."""
     seen: list[int] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -114,9 +121,11 @@ def test_code_of_members_that_rest_does_not_run(kind: Any) -> None:
         pop.fused.get_parameter("weight")[1] = math.nan
     for _ in range(2):
         seen.clear()
-        losses = pop.step(*(hf.stacked(part) for part in batches(3)), rows=[0, 2, 3])
-        assert losses.isnan().tolist() == [False, True, False, False]
-        assert len(seen) == 3
+        losses = pop.step(*(hf.stacked(part) for part in batches(len(rows))), rows=rows)
+        assert losses.isnan().tolist() == [row not in rows for row in range(4)]
+        assert len(seen) == len(rows)
+    if kind is Counting:
+        assert [getattr(model, "calls", 0) for model in pop.models] == [2 * (row in rows) for row in range(4)]
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1]], ids=str)
