@@ -30,7 +30,7 @@ from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.capture.variable_guards import content
 from hfusion.core.errors import FusionError
-from hfusion.core.gradient_usage import freeze_rows, frozen_rows, lies_in, tie, untie
+from hfusion.core.gradient_usage import freeze_rows, frozen_rows, lies_in, move, tie, untie
 from hfusion.core.membership import is_own_hook
 from hfusion.core.python_values import PLAIN
 from hfusion.core.tree import leaves
@@ -92,7 +92,7 @@ class MemberModule:
     def leave(self) -> None:
         """Become an independent module, with copies of the tensors, as the row is removed."""
         for tensor in (*self.parameters.values(), *self.buffers.values()):
-            tensor.data = tensor.data.clone()
+            move(tensor, tensor.data.clone())
             if isinstance(tensor, nn.Parameter):
                 untie(tensor)
 
@@ -267,7 +267,7 @@ class Views:
                     continue
                 tensor = member.parameters.get(name, member.buffers.get(name))
                 if tensor is not None and not lies_in(tensor, stack, row):
-                    tensor.data = live_rows(stack, row).data
+                    move(tensor, live_rows(stack, row).data)
                 if isinstance(tensor, nn.Parameter):
                     tie(tensor, stack, row)
 
@@ -345,10 +345,10 @@ class Views:
                 target = live_rows(stacks[name], row).data
                 target.copy_(current[name].detach())
                 if (before := recorded[name]) is not current[name]:
-                    before.data = before.data.clone()
+                    move(before, before.data.clone())
                     if isinstance(before, nn.Parameter):
                         untie(before)
-                current[name].data = target
+                move(current[name], target)
         member.take(shared)
         self._align(fused, [row])
         for name, grad in grads.items():

@@ -310,6 +310,7 @@ def mask_of(members: Iterable[int]) -> int:
 
 # The descriptor of torch, which stores what autograd accumulates in a leaf.
 _LEAF_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
 
 
 class RowParameter(nn.Parameter):
@@ -360,6 +361,21 @@ class RowParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    @property
+    def data(self) -> Tensor:
+        """The row without autograd. What is assigned is written into the row."""
+        held: Tensor = _DATA.__get__(self)
+        return held
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        held, kinds = self.data, [(t.shape, t.dtype, t.device, t.layout) for t in (self, value)]
+        if kinds[0] == kinds[1] and lies_in(self, *self._hfusion_row):
+            held.copy_(value.detach())
+        else:
+            # The array refuses it at its next call.
+            move(self, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = _alone(self, self.detach().clone(memory_format=torch.preserve_format))
@@ -369,6 +385,11 @@ class RowParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         alone = keep_marks(_alone(self, self.detach()), self)
         return alone.__reduce_ex__(protocol)
+
+
+def move(tensor: Tensor, memory: Tensor) -> None:
+    """Let a member's tensor lie in other memory, as ``tensor.data = memory`` does with other tensors."""
+    _DATA.__set__(tensor, memory)
 
 
 def tie(parameter: Any, stack: Tensor, row: int) -> None:

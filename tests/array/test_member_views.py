@@ -342,3 +342,39 @@ def test_attributes_that_another_method_reads_are_heard() -> None:
         for model in (fused[1], models[1]):
             model.scale = scale  # type: ignore[assignment]
         close(fused.encode(x), torch.stack([model.encode(x) for model in models]), f"encode at {scale}")
+
+
+def _clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+
+def _halve(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()) * 0.5
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+@pytest.mark.parametrize("write", [_clamp, _halve])
+def test_what_is_written_to_a_member_by_data_is_in_its_row_at_once(write: Callable[[nn.Module], None]) -> None:
+    """Before a step of the optimizer, and before another array reads the stacks."""
+    fused, models = pair()
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.5, momentum=0.9)
+    alone = [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in models]
+    target, targets = copy.deepcopy(fused), copy.deepcopy(models)
+    for _ in range(2):
+        fused(inputs()).square().sum().backward()
+        for model in models:
+            model(inputs()).square().sum().backward()
+        for model in (*models, *fused):
+            write(model)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(target.parameters()), list(fused.parameters()), 0.5)
+            for average, model in zip(targets, models, strict=True):
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for own in alone:
+            own.step()
+            own.zero_grad()
+    compare(fused, models)
+    compare(target, targets)
