@@ -77,6 +77,10 @@ def hook(*args: Any) -> None:
     return None
 
 
+def tied(fused: Any) -> None:
+    fused.get_submodule("1").weight = fused.get_submodule("0").weight
+
+
 def adam(params: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, **options)
 
@@ -186,6 +190,7 @@ FUSE = {
     "hf.Population([nn.Sequential(ONE, *more) for more in ([], [nn.Tanh()])], optimizer=adam, loss=F.mse_loss)": (
         r"0\.0\.weight of model 0 and 0\.0\.weight of model 1 are one tensor"
     ),
+    "pop.start(None, changed(lambda m: m[0].weight.register_hook(hook))[1])": "0.weight of model 0 has a tensor hook",
     "hf.Population(mlp(), optimizer=adam, loss=F.mse_loss)": "takes a list of models, not Sequential",
     "hf.build(mlp, seeds=3)": r"seeds is 3: give one seed per member, such as range\(3\)",
     "hf.fuse([])": "empty list; give it at least one model",
@@ -237,6 +242,8 @@ FUSE = {
     "setattr(fused.get_submodule('0'), 'bias', None)": r"bias of a fused Linear is of shape .*become No",
     "setattr(fused.get_submodule('0'), 'bias', Parameter(torch.ones(4)))": r"cannot become of shape \(4,\)",
     "fused.get_submodule('0').register_parameter('bias', None)": "cannot become None",
+    "setattr(fused.get_submodule('0'), 'bias', Parameter(torch.ones(3, 4).double()))": "become torch.float64 by itself",
+    "tied(hf.fuse([nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)]))": "one tensor with 0.weight",
     "fused.get_submodule('0').register_parameter('more', Parameter(torch.ones(2)))": "fused Linear.*fuse them again",
     "fused.get_submodule('0').register_buffer('more', torch.ones(2))": "fused Linear.*fuse them again",
     "fused.get_submodule('0').add_module('more', nn.ReLU())": "fused Linear.*fuse them again",

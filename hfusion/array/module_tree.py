@@ -84,9 +84,9 @@ class Tree(nn.Module):
             return False
         return any(name in fixed_attributes(module) for module in modules_by_path(array._array.skeletons)[path])
 
-    def _ties(self, name: str) -> list[str]:
-        """Return the other keys in the array under which the tensor called ``name`` occurs."""
-        array, tensor = self._root()[0], self._parameters.get(name, self._buffers.get(name))
+    def _ties(self, name: str, tensor: Tensor | None) -> list[str]:
+        """Return the keys in the array under which ``tensor`` occurs, besides that of ``name`` here."""
+        array = self._root()[0]
         return [
             f"{path}.{key}".strip(".")
             for path, tree in (() if array is None or tensor is None else array.named_modules())
@@ -104,7 +104,17 @@ class Tree(nn.Module):
                 f"captured, and cannot become {shapes[1]}; do so on the models of unfuse(), and fuse "
                 "them again"
             )
-        if tensor is not before and (ties := self._ties(name)):
+        if isinstance(before, Tensor) and before.dtype != tensor.dtype:
+            raise FusionError(
+                f"{name} of a fused {self._original} is {before.dtype}, and cannot become {tensor.dtype} by itself; "
+                "convert the array, by fused.to(dtype)"
+            )
+        if tensor is not before and (keys := self._ties(name, tensor)):
+            raise FusionError(
+                f"{name} of a fused {self._original} cannot become one tensor with {keys[0]}, as what it computes was "
+                "captured; tie the models before fusing, or those of unfuse(), and fuse them again"
+            )
+        if tensor is not before and (ties := self._ties(name, before)):
             raise FusionError(
                 f"{name} of a fused {self._original} is one tensor with {', '.join(ties)}, as what it computes was "
                 "captured, and cannot become another; write into it, or untie the models of unfuse() and fuse them "
@@ -121,7 +131,7 @@ class Tree(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         for name in (*self._parameters, *self._buffers) if metadata.get("assign_to_params_buffers") else ():
-            if ties := self._ties(name):
+            if ties := self._ties(name, self._parameters.get(name, self._buffers.get(name))):
                 raise FusionError(
                     f"load_state_dict(assign=True) would make {prefix}{name} and {', '.join(ties)} of a fused module, "
                     "which are one tensor, two; leave out assign=True"

@@ -136,8 +136,8 @@ def check_alone(index: int, model: nn.Module) -> None:
     for name, tensor in tensors(model):
         if tensor.layout is not torch.strided:
             raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
-        if not all(is_own_hook(h) for hooks in _TENSOR_HOOKS for h in (getattr(tensor, hooks, None) or {}).values()):
-            raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
+    if name := hooked_tensor(model):
+        raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
     named = dict(tensors(model))
     for key, other in overlaps(named):
         if any(isinstance(t, nn.Parameter) and t.requires_grad for t in (named[key], named[other])):
@@ -145,6 +145,14 @@ def check_alone(index: int, model: nn.Module) -> None:
                 f"{where}: {key} and {other} share memory, so that training one changes the other, and are "
                 "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
             )
+
+
+def hooked_tensor(model: nn.Module) -> str:
+    """Return the key of a tensor with a user's hook; empty if there is none."""
+    for name, tensor in tensors(model):
+        if not all(is_own_hook(h) for hooks in _TENSOR_HOOKS for h in (getattr(tensor, hooks, None) or {}).values()):
+            return name
+    return ""
 
 
 def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
-from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare
+from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare, hooked_tensor
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import ForwardsDiffer, FusionError
@@ -120,6 +120,12 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
     if len(models) == 0:
         raise FusionError("a population got an empty list; give it at least one model")
     check_models(models)
+    for index, model in enumerate(models):
+        if name := hooked_tensor(model):
+            raise FusionError(
+                f"{name} of model {index} has a tensor hook, which its copy in a population has not: register it on "
+                "pop.models[row], or a function of all gradients by pop.register_gradient_hook"
+            )
     buckets: dict[Any, list[int]] = {}
     for index, model in enumerate(models):
         buckets.setdefault(signature(model), []).append(index)
