@@ -370,6 +370,7 @@ VALUES = {
     "pop.start(None, mlp(), scheduler=lambda o: ls.LinearLR(o))": "this population has none",
     "left.copy(1, 0)": "row 1 is free",
     "left.step(*LOADER[0], rows=[1])": "row 1 is free",
+    "pop.step(*LOADER[0], weights='a')": r"weights='a': give \[N\] numbers",
     "pop.step(*LOADER[0], rows=[])": "is empty",
     "pop.step(*LOADER[0], rows=[1, 1])": "row 1 comes 2 times",
     "pop.step(*LOADER[0], rows=torch.tensor([True, False]))": "is no row",

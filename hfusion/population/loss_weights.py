@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ def rows_of_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> A
 
     Raises ValueError unless there are weights for each of ``rows``, and those of members can be used.
     """
+    if not isinstance(weights, Tensor | StackedInput | Ragged | list | tuple | np.ndarray):
+        raise ValueError(f"weights={weights!r:.80}: give [N] numbers for all members, or [members, N]")
     if isinstance(weights, list | tuple) and len(weights):
         each = [row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in weights]
         weights = torch.stack(each) if all(row.dim() == 0 for row in each) else stacked(each)
