@@ -1,19 +1,28 @@
-"""Write the program of an array as JSON, and read it, to pass it to another process or to store it."""
+"""Write the program of an array as JSON, and read it, to pass it to another process or to store it.
+
+A text contains no code: functions are written as names. They are looked up among torch's operators and in the modules
+named in `_SOURCES`; a graph that calls others is refused when it is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.compiled_program import RULES, Compiled, look_at
-from hfusion.compiler.graph_text import Unwritable, read_graph, write_graph, write_value
 from hfusion.core.guards import AllHold, Assumptions, fixed
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot
+from hfusion.ops.rule import MemberScalars
 from hfusion.passes.batch import batch
 from hfusion.passes.layouts import Choice
 from hfusion.passes.views import infer
@@ -25,6 +34,14 @@ from hfusion.torch_private.dispatch_modes import (
 )
 from hfusion.torch_private.operator_tables import correct_lstm_decomposition
 from hfusion.torch_private.replaced_functions import silence_tracers
+
+# The packages whose functions a graph may call.
+_SOURCES = ("hfusion", "torch", "math", "_operator")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Unwritable(Exception):
+    """A graph holds a value that cannot be written as text; the message names it."""
 
 
 def write_compiled(compiled: Compiled) -> dict[str, Any]:
@@ -63,7 +80,7 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     Raises LookupError, ValueError, TypeError or AttributeError for other input, and torch's own error if an operator is
     missing.
     """
-    graph = read_graph(written["graph"]).graph
+    graph = read_graph(written["graph"])
     _propagate(graph, written["inputs"])
     layouts = tuple(map(Layout, written["layouts"]))
     slots = tuple(Slot(Kind(kind), name) for kind, name in written["slots"])
@@ -113,7 +130,10 @@ def read_example(written: Any, sizes: dict[str, Any], mode: Any = None) -> Any:
             return size
         name, hint = size
         if name not in sizes:
-            sizes[name] = _symbol(mode, name, int(hint))
+            # Outside of the mode, so that it is a real tensor whose size can be made dynamic.
+            with disable_current_modes():
+                vector = torch.empty(int(hint), device="cpu")
+            sizes[name] = with_dynamic_dims(mode, vector, [True], name).shape[0]
         return sizes[name]
 
     shape = list(map(read_size, written["shape"]))
@@ -125,13 +145,6 @@ def read_example(written: Any, sizes: dict[str, Any], mode: Any = None) -> Any:
     if written["stride"] is None:
         return torch.empty(shape, **options)
     return torch.empty_strided(shape, written["stride"], **options)
-
-
-def _symbol(mode: Any, name: str, hint: int) -> Any:
-    # Outside of the mode, so that it is a real tensor whose size can be made dynamic.
-    with disable_current_modes():
-        vector = torch.empty(hint, device="cpu")
-    return with_dynamic_dims(mode, vector, [True], name).shape[0]
 
 
 def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
@@ -150,3 +163,115 @@ def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
                 if node.op != "output":
                     is_input = node.op == "placeholder"
                     node.meta["val"] = next(given) if is_input else infer(node.target, node.args, node.kwargs)
+
+
+# Graphs.
+
+
+def write_graph(graph: fx.Graph) -> list[Any]:
+    """Return ``graph`` as JSON values, a list for each node. Of a node's ``meta``, members' scalars are written."""
+    indices = {node: index for index, node in enumerate(graph.nodes)}
+    rows = []
+    for node in graph.nodes:
+        target = function_name(node.target) if node.op == "call_function" else node.target
+        meta = {key: write_value(node.meta[key], indices) for key in ("arguments", "members") if key in node.meta}
+        args, kwargs = write_value(node.args, indices), write_value(dict(node.kwargs), indices)
+        rows.append([node.op, node.name, target, args, kwargs, meta])
+    return rows
+
+
+def read_graph(rows: Sequence[Any]) -> fx.Graph:
+    """Read the output of `write_graph`. Raises LookupError, ValueError, TypeError or AttributeError for other input."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+    for op, name, target, args, kwargs, meta in rows:
+        called = find_function(target) if op == "call_function" else target
+        node = graph.create_node(op, called, _read(args, nodes), _read(kwargs, nodes), name)
+        node.meta.update({key: _read(value, nodes) for key, value in meta.items()})
+        nodes.append(node)
+    graph.lint()
+    return graph
+
+
+def write_value(value: Any, indices: dict[fx.Node, int]) -> Any:
+    """Return an argument of a call as a JSON value. Raises Unwritable."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return [write_value(item, indices) for item in value]
+    for kind, (value_type, write, _) in _KINDS.items():
+        if isinstance(value, value_type):
+            return {kind: write(value, indices)}
+    raise Unwritable(type(value).__name__)
+
+
+def _write_all(items: Iterable[Any], indices: dict[fx.Node, int]) -> list[Any]:
+    return [write_value(item, indices) for item in items]
+
+
+def _read(value: Any, nodes: Sequence[fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_read(item, nodes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    return _KINDS[kind][2](content, nodes)
+
+
+def _read_all(items: Any, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
+    return tuple(_read(item, nodes) for item in items)
+
+
+def _named(text: str) -> Any:
+    value = getattr(torch, text)
+    if not isinstance(value, _NAMED):
+        raise ValueError(f"torch.{text} is no value of a graph")
+    return value
+
+
+def function_name(fn: Any) -> str:
+    """Return the import path of ``fn``, such as ``torch:ops.aten.add.Tensor``. Raises Unwritable if it has none."""
+    if isinstance(fn, OpOverload):
+        return f"torch:ops.{fn.namespace}.{fn._opname}.{fn._overloadname}"
+    name = getattr(fn, "__qualname__", "")
+    for path in (f"{getattr(fn, '__module__', None)}:{name}", f"torch:{name.rpartition('.')[2]}"):
+        with suppress(LookupError, ValueError, AttributeError, ImportError):
+            if find_function(path) is fn:
+                return path
+    raise Unwritable(f"the function {name or type(fn).__name__}")
+
+
+@functools.lru_cache(maxsize=4096)
+def find_function(name: str) -> Any:
+    file, _, path = name.partition(":")
+    if file.partition(".")[0] not in _SOURCES:
+        raise ValueError(f"{file} is no place for a function of a graph")
+    target: Any = importlib.import_module(file)
+    for part in path.split("."):
+        target = getattr(target, part)
+    if not callable(target):
+        raise ValueError(f"{name} is no function")
+    return target
+
+
+# Types of values of torch that are written as their names, such as contiguous_format.
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+# By the kind of a value in the text: its type, and how it is written (with the index of each node) and read (with the
+# nodes so far).
+_KINDS: dict[str, tuple[Any, Callable[..., Any], Callable[..., Any]]] = {
+    "node": (fx.Node, lambda node, indices: indices[node], lambda index, nodes: nodes[operator.index(index)]),
+    "members": (
+        MemberScalars,
+        lambda scalars, indices: _write_all(scalars.values, indices),
+        lambda items, nodes: MemberScalars(_read_all(items, nodes)),
+    ),
+    "tuple": (tuple, _write_all, _read_all),
+    "dict": (
+        dict,
+        lambda held, indices: [_write_all(pair, indices) for pair in held.items()],
+        lambda pairs, nodes: dict(_read_all(pair, nodes) for pair in pairs),
+    ),
+    "complex": (complex, lambda number, _: [number.real, number.imag], lambda parts, _: complex(*parts)),
+    "device": (torch.device, lambda device, _: str(device), lambda text, _: torch.device(text)),
+    "torch": (_NAMED, lambda value, _: str(value).removeprefix("torch."), lambda text, _: _named(text)),
+}

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import BoundProgram
-from hfusion.compiler.graph_text import Unwritable
-from hfusion.compiler.serialized_program import read_compiled, read_example, write_compiled, write_example
+from hfusion.compiler.serialized_program import Unwritable, read_compiled, read_example, write_compiled, write_example
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
