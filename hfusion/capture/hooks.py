@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.prune import BasePruningMethod, PruningContainer
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -86,20 +87,12 @@ def recompute(model: nn.Module) -> None:
     """Compute the attributes that hooks set before forward, from the tensors of ``model``."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            name = _attribute(hook)
-            if name is not None:
+            if _attribute(hook) is not None:
+                # In train mode, the power iteration of a spectral norm would go on.
+                training, module.training = module.training, False
                 with torch.no_grad():
-                    setattr(module, name, _value(hook, module))
-
-
-def _value(hook: Any, module: nn.Module) -> Tensor:
-    if isinstance(hook, BasePruningMethod):
-        value: Tensor = hook.apply_mask(module)
-    elif isinstance(hook, WeightNorm):
-        value = hook.compute_weight(module)
-    else:
-        value = hook.compute_weight(module, do_power_iteration=False)
-    return value
+                    hook(module, ())
+                module.training = training
 
 
 def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,23 +113,6 @@ def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
         return output
 
     return called
-
-
-@contextmanager
-def taken_off(module: nn.Module) -> Iterator[None]:
-    """Context manager: remove the hooks of ``module`` that are a part of its forward."""
-    tables = [getattr(module, table) for table in _TABLES]
-    before = [dict(table) for table in tables]
-    for table in tables:
-        for number in [number for number, hook in table.items() if is_part_of_forward(hook)]:
-            del table[number]
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            others = {number: hook for number, hook in table.items() if number not in hooks}
-            table.clear()
-            table.update(hooks | others)
 
 
 # Temporarily call a handler in place of methods of modules.
@@ -180,25 +156,27 @@ def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) ->
 
     Hooks that are a part of a forward are called by `Method.original`, not around ``handle``.
     """
-    replaced_methods: list[tuple[nn.Module, str, Any]] = []
-    hooks = ExitStack()
+    replaced: list[tuple[nn.Module, str, Any]] = []
     try:
         for island in islands:
             module = model.get_submodule(island.path)
-            original = getattr(module, island.method)
+            original, new = getattr(module, island.method), dict[str, Any]()
             if island.method == "forward":
                 original = with_hooks(module, original)
-                hooks.enter_context(taken_off(module))
-            replaced_methods.append((module, island.method, vars(module).get(island.method)))
-            vars(module)[island.method] = _through(handle, Method(island, module, original))
+                for table in _TABLES:
+                    hooks = getattr(module, table).items()
+                    new[table] = OrderedDict((key, hook) for key, hook in hooks if not is_part_of_forward(hook))
+            new[island.method] = _through(handle, Method(island, module, original))
+            for name, value in new.items():
+                replaced.append((module, name, vars(module).get(name)))
+                vars(module)[name] = value
         yield
     finally:
-        hooks.close()
-        for module, name, replaced in reversed(replaced_methods):
-            if replaced is None:
+        for module, name, before in reversed(replaced):
+            if before is None:
                 del vars(module)[name]
             else:
-                vars(module)[name] = replaced
+                vars(module)[name] = before
 
 
 def _through(handle: Handler, method: Method) -> Callable[..., Any]:
