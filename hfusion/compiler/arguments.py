@@ -61,7 +61,7 @@ class Arguments:
     @property
     def loose_key(self) -> Any:
         """The `key` without sizes: calls with the same loose key may share a capture."""
-        return (self.spec, self.ties, *map(_loose_key, self.leaves))
+        return (self.spec, self.ties, *[_leaf_key(leaf, sized=False) for leaf in self.leaves])
 
     @property
     def ties(self) -> tuple[int, ...]:
@@ -72,7 +72,8 @@ class Arguments:
     @property
     def numberless_key(self) -> Any:
         """The `loose_key` without the values of numbers."""
-        return (self.spec, *(type(leaf) if type(leaf) in (int, float) else _loose_key(leaf) for leaf in self.leaves))
+        keys = [type(leaf) if type(leaf) in (int, float) else _leaf_key(leaf, sized=False) for leaf in self.leaves]
+        return (self.spec, *keys)
 
     def args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments as the array takes them."""
@@ -156,24 +157,13 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
 
 
-def _class(leaf: Any) -> type:
-    """Return the class that forward may ask for; that of a trace stands for a plain tensor."""
-    return Tensor if isinstance(leaf, FakeTensor) else type(leaf)
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, _class(leaf))
-    if isinstance(leaf, StackedInput):
-        return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, leaf.tensor.requires_grad, True)
-    # Members' different values are in no program.
-    return Listed if isinstance(leaf, Listed) else (type(leaf), leaf)
-
-
-def _loose_key(leaf: Any) -> Any:
-    tensor = leaf.tensor if is_stacked(leaf) else leaf
+def _leaf_key(leaf: Any, sized: bool = True) -> Any:
+    tensor = leaf.tensor if isinstance(leaf, StackedInput) else leaf
     if isinstance(tensor, Tensor):
-        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf), _class(leaf))
+        # Forward may ask for the class, and that of a trace stands for a plain tensor.
+        kind = Tensor if isinstance(leaf, FakeTensor) else type(leaf)
+        return (tensor.shape if sized else tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, kind)
+    # Members' different values are in no program.
     return Listed if isinstance(leaf, Listed) else (type(leaf), leaf)
 
 
