@@ -302,16 +302,8 @@ class Sharing:
 
 
 _IMMUTABLE = (*PLAIN, Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module)
-
-
-def _mutable_parts(value: Any) -> list[Any]:
-    return [] if isinstance(value, _IMMUTABLE) else [part for _, _, part in parts(value)]
-
-
-def _may_change(value: Any) -> bool:
-    if isinstance(value, (*_IMMUTABLE, tuple, frozenset, enum.Enum, functools.partial, types.MethodType)):
-        return False
-    return isinstance(value, (*MUTABLE_CONTAINERS, *GENERATORS, Iterator, np.ndarray)) or bool(attributes(value))
+_UNCHANGED = (*_IMMUTABLE, tuple, frozenset, enum.Enum, functools.partial, types.MethodType)
+_MUTABLE = (*MUTABLE_CONTAINERS, *GENERATORS, Iterator, np.ndarray)
 
 
 def _objects_held(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -319,9 +311,14 @@ def _objects_held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Attributes that also lead to tensors or modules are left out: to keep them would keep the model.
     """
+
+    def visit(value: Any) -> list[Any]:
+        return [] if isinstance(value, _IMMUTABLE) else [part for _, _, part in parts(value)]
+
     for part in model.modules():
         for name, value in python_attributes(part):
             if not isinstance(value, _IMMUTABLE):
-                held = walk([value], _mutable_parts).values()
+                held = walk([value], visit).values()
                 if not any(isinstance(item, Tensor | nn.Module) for item in held):
-                    yield from ((name, item) for item in held if _may_change(item))
+                    changeable = (item for item in held if not isinstance(item, _UNCHANGED))
+                    yield from ((name, item) for item in changeable if isinstance(item, _MUTABLE) or attributes(item))
