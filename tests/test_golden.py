@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hfusion as hf
-from hfusion.capture.observe import observe
+from hfusion.capture.eager_runs import observe
 from hfusion.device import native
 from hfusion.ops import rnn
 from tests.zoo import MODELS, Model

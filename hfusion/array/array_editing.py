@@ -16,18 +16,15 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.capture.attribute_fingerprint import modeless_fingerprint, same_marks
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint, numbers_meet_sizes, same_marks
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair
-from hfusion.capture.operator_trace import OperatorTrace, trace_operators
-from hfusion.capture.python_differences import numbers_meet_sizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.arguments import Arguments, is_tensors
-from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled
+from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, of_rows
 from hfusion.compiler.compiler import Compiler
-from hfusion.compiler.fill_scalars import changes_between, may_be_sizes
-from hfusion.compiler.program_rows import of_rows
+from hfusion.compiler.fill_scalars import OperatorTrace, changes_between, may_be_sizes, trace_operators
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_model, tensors_of

@@ -26,9 +26,9 @@ from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, registered_names, value_keys
 from hfusion.capture.compare_models import check_pair
 from hfusion.capture.hooks import is_part_of_forward
+from hfusion.capture.python_state import content
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
-from hfusion.capture.variable_guards import content
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows, lies_in, move, tie, untie
 from hfusion.core.membership import is_own_hook

@@ -29,13 +29,13 @@ from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.export_context import apart
 from hfusion.capture.fallback_runtime import Unforeseen
-from hfusion.capture.operator_trace import OperatorTrace
 from hfusion.capture.reachable_code import searched_once
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, bind
 from hfusion.compiler.compiler import Compiler
+from hfusion.compiler.fill_scalars import OperatorTrace
 from hfusion.compiler.fusion_report import FusionReport, describe
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.calls import StackedInput, is_stacked

@@ -22,10 +22,17 @@ from hfusion.array.unfused_calls import active_rows, check_ragged, filled, joine
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import ArraySpec, BoundProgram, Compiled, bind, check_members, compile_array
+from hfusion.compiler.compiled_program import (
+    ArraySpec,
+    BoundProgram,
+    Compiled,
+    bind,
+    check_members,
+    compile_array,
+    of_rows,
+)
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
-from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of

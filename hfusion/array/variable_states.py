@@ -11,8 +11,8 @@ from torch.nn.utils import parametrize
 
 from hfusion.capture.hooks import WHOLE, Island
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS, STRIDE_QUESTIONS
+from hfusion.capture.python_state import Variables
 from hfusion.capture.reachable_code import names_in_torch
-from hfusion.capture.variable_guards import Variables
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,11 +21,22 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.autograd_grad import derivatives_traced
-from hfusion.capture.dynamic_sizes import OpenLengths, original, size_uses
-from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
+from hfusion.capture.eager_runs import (
+    ALIKE,
+    Observation,
+    Outcome,
+    check_state,
+    difference,
+    gradient_dependence,
+    observe,
+    python_random_state,
+    run,
+    run_graph,
+    runnable,
+    twin,
+)
 from hfusion.capture.export_context import assigned_as_writes
-from hfusion.capture.observe import Observation, check_state, gradient_dependence, observe
-from hfusion.capture.python_reads import PythonReads
+from hfusion.capture.python_reads import OpenLengths, PythonReads, original, size_uses
 from hfusion.capture.python_state import restored
 from hfusion.capture.reachable_code import search_of
 from hfusion.core.copies import aliases, contiguous_aliases
@@ -64,6 +75,10 @@ _KINDS = {
 }
 
 
+# Dims to keep dynamic: whether the first of every input is, and further ones for each leaf.
+_Open: TypeAlias = tuple[bool, Sequence[Collection[int]]]
+
+
 def capture(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -84,7 +99,8 @@ def capture(
         KeepsState: forward changes Python state.
         FusionError: the module cannot be captured faithfully; the message gives the reason.
     """
-    attempts = _attempts(varying, dims)
+    # The most general first.
+    attempts = [*([(varying, dims)] if any(dims) else []), *([(True, ())] if varying else []), (False, ())]
     with tracing:
         if observed is None and not runnable(module):
             return _exported(module, args, kwargs, attempts, {})
@@ -99,7 +115,7 @@ def capture(
 def _captured(observed: Observation, attempts: Sequence[_Open]) -> Capture:
     """Return a graph that reproduces the eager run: a cached one of an equal module, or a new export."""
     module, args, kwargs = observed.module, observed.args, observed.kwargs
-    key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
+    key = capture_key(module, args, kwargs, attempts)
     if key in _captures:
         _captures.move_to_end(key)
         captured = replace(_captures[key], modes=observed.modes)
@@ -133,18 +149,16 @@ def _exported(
     modes: Mapping[str, bool],
 ) -> Capture:
     reads, contiguous = PythonReads(), all(leaf.is_contiguous() for leaf in tensors_in((args, dict(kwargs))))
+    needs_strides = False
     try:
-        trace = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
+        exported, slots, flat, calls, uses = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
+        needs_strides = depends_on_strides(flat, reads.was_contiguous)
     except FusionError:
         if contiguous or not reads.asked_strides:
             raise
-        needs_strides = False
-    else:
-        needs_strides = depends_on_strides(trace.graph, reads.was_contiguous)
     if not contiguous and (needs_strides or reads.asked_strides):
         # Forward reads strides: it is traced with those of the inputs.
-        trace = _traced(module, args, kwargs, attempts, aliases, reads)
-    exported, slots, flat = trace.exported, trace.slots, trace.graph
+        exported, slots, flat, calls, uses = _traced(module, args, kwargs, attempts, aliases, reads)
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     try:
         graph = functional(flat, of_kind(flat, slots, Kind.BUFFER), of_kind(flat, slots, Kind.PARAMETER))
@@ -164,20 +178,7 @@ def _exported(
     constants: dict[str, Tensor] = {name: exported.constants[name] for name in constant_names}
     examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
     spec, guards = exported.call_spec.out_spec, Guards(tuple(examples))
-    return Capture(
-        graph, slots, constants, spec, guards, modes, tuple(trace.calls), tuple(trace.size_uses), needs_strides
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _TracedForward:
-    """An exported module, and its graph, which may have in-place operators. See `Capture` for the other attributes."""
-
-    exported: torch.export.ExportedProgram
-    slots: tuple[Slot, ...]
-    graph: fx.Graph
-    calls: Sequence[Any]
-    size_uses: Sequence[Any]
+    return Capture(graph, slots, constants, spec, guards, modes, tuple(calls), tuple(uses), needs_strides)
 
 
 def _traced(
@@ -187,7 +188,11 @@ def _traced(
     attempts: Sequence[_Open],
     alias: Callable[[Any], Any],
     reads: PythonReads,
-) -> _TracedForward:
+) -> tuple[torch.export.ExportedProgram, tuple[Slot, ...], fx.Graph, Sequence[Any], Sequence[Any]]:
+    """Return an exported module, its graph, which may have in-place operators, and its slots, calls and size uses.
+
+    See `Capture`.
+    """
     with size_uses() as uses:
         exported = _drawless(lambda: _export(module, args, kwargs, attempts, alias, reads))
     if has_transforms(exported.graph_module):
@@ -197,8 +202,14 @@ def _traced(
     inputs = pytree.tree_leaves((args, dict(kwargs)), lambda leaf: leaf is None)
     trained = _trained(exported.graph_module.graph, slots, inputs)
     calls = _number_calls(exported.graph_module)
-    graph = _with_dense_gradients(inlined(exported.graph_module, trained))
-    return _TracedForward(exported, slots, graph, calls, uses)
+    graph = inlined(exported.graph_module, trained)
+    for node in graph.nodes:
+        if node.target in _EMBEDDINGS:
+            # A stack cannot hold sparse gradients.
+            index = [argument.name for argument in node.target._schema.arguments].index("sparse")
+            if len(node.args) > index:
+                node.update_arg(index, False)
+    return exported, slots, graph, calls, uses
 
 
 def _number_calls(module: fx.GraphModule, calls: list[Any] | None = None) -> list[Any]:
@@ -244,20 +255,6 @@ def is_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwa
     return True
 
 
-def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
-    """Return the sets of dynamic dims to try, the most general first."""
-    first_attempt = [_Open(varying, tuple(dims))] if any(dims) else []
-    return [*first_attempt, *([_Open(True)] if varying else []), _Open(False)]
-
-
-@dataclass(frozen=True)
-class _Open:
-    """Dims to keep dynamic: the first of every input if ``first``, and further ``dims`` for each leaf."""
-
-    first: bool
-    dims: tuple[Collection[int], ...] = ()
-
-
 def _export(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -271,16 +268,19 @@ def _export(
     # Imported first: its printing could not be silenced later.
     import_exporter()
     failure: Exception | None = None
-    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), numbered_parts(), module_stack_unwound():
-        for attempt in attempts:
+    kinds = {leaf.device.type for leaf in tensors_in((args, dict(kwargs)))} or {"cpu"}
+    # The caller's autocast applies when the program runs.
+    uncast = torch.autocast(kinds.pop(), enabled=False)
+    with silence_tracers(), torch.enable_grad(), uncast, numbered_parts(), module_stack_unwound():
+        for first, dims in attempts:
             # A failed export leaves marks of varying dims on its inputs.
             args, kwargs = alias((args, dict(kwargs)))
             try:
-                shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
+                shapes = _varying(module, args, kwargs, first, dims) if first or any(dims) else None
                 with (
                     restored(module),
                     OpenLengths(),
-                    symbolic_len(module) if any(attempt.dims) else nullcontext(),
+                    symbolic_len(module) if any(dims) else nullcontext(),
                     assigned_as_writes(module),
                     derivatives_traced(),
                     reads,
@@ -299,47 +299,25 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: _Open) -> Any:
+def _varying(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: bool, dims: Sequence[Collection[int]]
+) -> Any:
     shapes = torch.export.ShapesCollection()
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
-    for leaf, dims in zip_longest(leaves, opened.dims, fillvalue=()):
+    for leaf, further in zip_longest(pytree.tree_leaves((args, dict(kwargs))), dims, fillvalue=()):
         # A size of 0 or 1 is no symbol.
-        open_dims = [
-            dim
-            for dim in {*([0] if opened.first else []), *dims}
-            if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1
-        ]
-        if open_dims:
-            shapes[leaf] = dict.fromkeys(open_dims, torch.export.Dim.AUTO)
+        sizes = leaf.shape if isinstance(leaf, Tensor) else ()
+        opened = [dim for dim in {*([0] if first else []), *further} if dim < len(sizes) and sizes[dim] > 1]
+        if opened:
+            shapes[leaf] = dict.fromkeys(opened, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(module, args, dict(kwargs))
 
 
-@contextmanager
-def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
-    """Context manager: disable autocast for a capture; the caller's autocast applies when the program runs."""
-    kinds = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} or {"cpu"}
-    kind = kinds.pop()
-    with torch.autocast(kind, enabled=False):
-        yield
-
-
 def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """Run ``export``. Raises FusionError if it draws from Python's or numpy's random numbers, which a graph would lose.
+    """Run ``export``. Raises FusionError for custom backwards, and for draws from Python's or numpy's random numbers.
 
-    All threads share these generators: if there are other threads, the export is tried up to `MAX_TRIES` times.
+    A graph would silently lose both. All threads share these generators: if there are other threads, the export is
+    tried up to `MAX_TRIES` times.
     """
-    for _ in range(1 if threading.active_count() == 1 else MAX_TRIES):
-        before = python_random_state()
-        with _watched(), random_states_kept():
-            exported = export()
-        if python_random_state() == before:
-            return exported
-    raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
-
-
-@contextmanager
-def _watched() -> Iterator[None]:
-    """Context manager: refuse custom backwards, which a graph would silently lose."""
     thread_id = threading.get_ident()
 
     def refuse(apply: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -347,8 +325,13 @@ def _watched() -> Iterator[None]:
             return apply(*args, **kwargs)
         raise FusionError(f"{cls.__qualname__} is a custom autograd.Function, whose backward a graph would lose")
 
-    with autograd_functions_replaced(refuse):
-        yield
+    for _ in range(1 if threading.active_count() == 1 else MAX_TRIES):
+        before = python_random_state()
+        with autograd_functions_replaced(refuse), random_states_kept():
+            exported = export()
+        if python_random_state() == before:
+            return exported
+    raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
 
 
 def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:
@@ -374,16 +357,6 @@ def _trained(graph: fx.Graph, slots: Sequence[Slot], inputs: Sequence[Any]) -> f
     return frozenset(names)
 
 
-def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
-    """Make embeddings in ``graph`` compute dense gradients, since a stack cannot hold sparse ones."""
-    for node in graph.nodes:
-        if node.target in _EMBEDDINGS:
-            index = [argument.name for argument in node.target._schema.arguments].index("sparse")
-            if len(node.args) > index:
-                node.update_arg(index, False)
-    return graph
-
-
 # Cache of the captures of this process: models that are equal in all that forward can read share one graph.
 
 # The most recently used captures are kept, up to this number.
@@ -392,13 +365,8 @@ MAX_CAPTURES = 64
 _captures: OrderedDict[Any, Capture] = OrderedDict()
 
 
-def capture_key(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: Sequence[tuple[bool, Any]]
-) -> Any:
-    """Return the cache key of a capture of ``module`` with these arguments; None if it cannot be cached.
-
-    ``opened``: for each export attempt, whether the first dim varies, and which other dims of each leaf vary.
-    """
+def capture_key(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], attempts: Sequence[_Open]) -> Any:
+    """Return the cache key of a capture of ``module`` with these arguments; None if it cannot be cached."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     ids = [id(leaf) for leaf in leaves]
     kinds = [_kind(leaf) for leaf in leaves]
@@ -413,7 +381,7 @@ def capture_key(
         str(spec),
         tuple(kinds),
         tuple(ties),
-        tuple((first, tuple(map(tuple, map(sorted, dims)))) for first, dims in opened),
+        tuple((first, tuple(map(tuple, map(sorted, dims)))) for first, dims in attempts),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
@@ -541,14 +509,11 @@ class _Inliner:
                 self.attached.add(new)
             return new
         written = new.args[0] if writes(new) else None
-        self._detach_operands(new)
+        with self.graph.inserting_before(new):
+            for operand in new.all_input_nodes:
+                new.replace_input_with(operand, self._without_history(operand))
         # An in-place operator returns its operand, which keeps its history.
         return written if isinstance(written, fx.Node) and written in self.attached else new
-
-    def _detach_operands(self, call: fx.Node) -> None:
-        with self.graph.inserting_before(call):
-            for operand in call.all_input_nodes:
-                call.replace_input_with(operand, self._without_history(operand))
 
     def _without_history(self, operand: fx.Node) -> fx.Node:
         if operand not in self.attached or not isinstance(operand.meta.get("val"), Tensor):

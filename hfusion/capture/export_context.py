@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.registered_tensors import holder_of
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import is_user_code
 from hfusion.core.member_random import seeded
@@ -74,20 +75,32 @@ def _nesting() -> int:
 @contextmanager
 def assigned_as_writes(module: nn.Module) -> Iterator[None]:
     """Context manager: at the end of each call of ``module``, copy assigned buffers into the original ones."""
-    saved_buffers: list[dict[tuple[str, str], Tensor]] = []
+    saved_buffers: list[dict[str, Tensor]] = []
 
     def save_buffers(module: nn.Module, args: Any) -> None:
-        saved_buffers.append(dict(_buffers(module)))
+        saved_buffers.append(dict(module.named_buffers(remove_duplicate=False)))
 
     def copy_assigned_buffers(module: nn.Module, args: Any, output: Any) -> Any:
         buffers = saved_buffers.pop()
-        new_buffers = dict(_buffers(module))
+        new_buffers = dict(module.named_buffers(remove_duplicate=False))
         changed = [key for key, tensor in buffers.items() if new_buffers.get(key) is not tensor]
         # Outputs that share memory with an old buffer must keep the old values.
         memory = {buffers[key].untyped_storage()._cdata for key in changed}
-        output = pytree.tree_map_only(Tensor, lambda x: x.clone() if _in(x, memory) else x, output)
-        for path, name in changed:
-            _write(module, path, name, buffers[path, name], new_buffers.get((path, name)))
+        output = pytree.tree_map_only(
+            Tensor,
+            lambda x: x.clone() if x.layout is torch.strided and x.untyped_storage()._cdata in memory else x,
+            output,
+        )
+        for key in changed:
+            old, new = buffers[key], new_buffers.get(key)
+            if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+                raise FusionError(
+                    f"forward assigns {key}, but not a tensor of the same shape, dtype and device; write into the "
+                    "buffer"
+                )
+            old.copy_(new.detach())
+            holder, name, _ = holder_of(module, key)
+            holder[name] = old
         return output
 
     handles = [module.register_forward_pre_hook(save_buffers), module.register_forward_hook(copy_assigned_buffers)]
@@ -96,25 +109,6 @@ def assigned_as_writes(module: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    for path, part in module.named_modules():
-        yield from (((path, name), tensor) for name, tensor in part._buffers.items() if tensor is not None)
-
-
-def _in(tensor: Tensor, memory: set[int]) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory
-
-
-def _write(module: nn.Module, path: str, name: str, old: Tensor, new: Tensor | None) -> None:
-    full = f"{path}.{name}" if path else name
-    if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-        raise FusionError(
-            f"forward assigns {full}, but not a tensor of the same shape, dtype and device; write into the buffer"
-        )
-    old.copy_(new.detach())
-    module.get_submodule(path)._buffers[name] = old
 
 
 # Run members' code without side effects on the state of the process.

@@ -9,15 +9,15 @@ runs member by member.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.hooks import WHOLE, Island, with_hooks
@@ -30,6 +30,9 @@ from hfusion.core.parameter_attributes import keep_marks
 from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.passes.functional import OPAQUE
+
+# A member's submodule, and the dict, the name in it and the key of each of its tensors.
+_Place: TypeAlias = tuple[nn.Module, Sequence[tuple[Any, str, str]]]
 
 # Stands for a tensor in `OpaqueCall.leaves`. None would not do, since it may be an argument.
 TENSOR = object()
@@ -64,8 +67,8 @@ class OpaqueCall:
         results: the flat results of one member; values that are no tensors are unchanged.
         changed: the keys of the submodule's tensors that forward changed.
         addresses: whether its code may address memory, so that every tensor needs a storage of its own.
+        asks_class: whether its code may tell a parameter from the plain tensor that replaces it in a loop.
         grad: whether autograd is on.
-        bodies: every member's submodule.
     """
 
     island: Island
@@ -77,15 +80,8 @@ class OpaqueCall:
     results: tuple[Any, ...]
     changed: frozenset[str]
     addresses: bool
+    asks_class: bool
     grad: bool
-    bodies: tuple[nn.Module, ...]
-    _holders: dict[int, tuple[tuple[Any, str, str], ...]] = field(default_factory=dict, init=False)
-
-    def holders(self, member: int) -> tuple[tuple[Any, str, str], ...]:
-        """Return the dict, the name in it and the key of each own tensor of a member's submodule, fixed ones first."""
-        if member not in self._holders:
-            self._holders[member] = tuple(holder_of(self.bodies[member], key) for key in (*self.fixed, *self.changing))
-        return self._holders[member]
 
     @property
     def path(self) -> str:
@@ -140,7 +136,7 @@ def rule(
             raise FusionError(_shared(first, key))
     rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
     text = f"loop over members, {first.island}: {first.why}"
-    return site.call(run, (numbers, *rows), Layout.STACKED, text, saves=GATES_TWICE, loops=True)
+    return site.call(UNBOUND, (numbers, *rows), Layout.STACKED, text, saves=GATES_TWICE, loops=True)
 
 
 RULES: RuleTable = {OPAQUE: rule}
@@ -153,42 +149,74 @@ def _shared(call: OpaqueCall, key: str) -> str:
     )
 
 
-def run(
-    numbers: Sequence[int],
-    inputs: Sequence[Any],
-    fixed: Sequence[Any],
-    changing: Sequence[Any],
-) -> list[Any]:
-    """Run the eager fallback for one member after another, and stack each result as ``[B, *S]``.
+@dataclass(frozen=True)
+class MembersCode:
+    """The function of a program that runs eager fallbacks in ``models``, its members."""
 
-    Those of the whole forward that are no tensors follow, joined by `member_values`.
+    models: Sequence[nn.Module] = field(compare=False)
+    _places: dict[tuple[int, int], _Place] = field(default_factory=dict, init=False, compare=False)
 
-    Args:
-        numbers: ``numbers[b]`` is member b's call in `calls`.
-        inputs: tensors that all members share, or `Listed` ones with a tensor per member.
-        fixed, changing: the submodule's own tensors, in the same form.
+    def __post_init__(self) -> None:
+        # Generated code refers to functions by name.
+        vars(self).update(__name__="run", __qualname__="run")
 
-    Raises:
-        Unforeseen: a member does what was not recorded when it was captured.
-        FusionError: the whole forward does so, and it mixes members; or results cannot be stacked.
-    """
-    watching = running()
-    for x in (*inputs, *fixed, *changing):
-        if watching is not None and isinstance(x, Listed):
-            watching.took(x)
-    first = calls[numbers[0]]
-    named = zip((*range(len(inputs)), *first.changing), (*inputs, *changing), strict=True)
-    shared = frozenset(name for name, x in named if not isinstance(x, Listed))
-    rows, writes = [], list[tuple[Tensor, Tensor]]()
-    for member, number in enumerate(numbers):
-        of_member = [[x[member] if isinstance(x, Listed) else x for x in group] for group in (inputs, fixed, changing)]
-        rows.append(_BodyCall(calls[number], member, shared, writes).run(*of_member))
-    # Last, since autograd does not let one row be read after another was written.
-    with torch.no_grad():
-        for memory, value in writes:
-            memory.copy_(value)
-    columns = list(zip(*rows, strict=True))
-    return [_stack(first, parts) if isinstance(parts[0], Tensor) else member_values(parts) for parts in columns]
+    def __call__(
+        self, numbers: Sequence[int], inputs: Sequence[Any], fixed: Sequence[Any], changing: Sequence[Any]
+    ) -> list[Any]:
+        """Run the eager fallback for one member after another, and stack each result as ``[B, *S]``.
+
+        Those of the whole forward that are no tensors follow, joined by `member_values`.
+
+        Args:
+            numbers: ``numbers[b]`` is member b's call in `calls`.
+            inputs: tensors that all members share, or `Listed` ones with a tensor per member.
+            fixed, changing: the submodule's own tensors, in the same form.
+
+        Raises:
+            Unforeseen: a member does what was not recorded when it was captured.
+            FusionError: the whole forward does so, and it mixes members; or results cannot be stacked.
+        """
+        watching = running()
+        for x in (*inputs, *fixed, *changing):
+            if watching is not None and isinstance(x, Listed):
+                watching.took(x)
+        first = calls[numbers[0]]
+        named = zip((*range(len(inputs)), *first.changing), (*inputs, *changing), strict=True)
+        shared = frozenset(name for name, x in named if not isinstance(x, Listed))
+        rows, writes = [], list[tuple[Tensor, Tensor]]()
+        for member, number in enumerate(numbers):
+            groups = (inputs, fixed, changing)
+            of_member = [[x[member] if isinstance(x, Listed) else x for x in group] for group in groups]
+            call = _BodyCall(calls[number], member, *self._place(number, member), shared, writes)
+            rows.append(call.run(*of_member))
+        # Last, since autograd does not let one row be read after another was written.
+        with torch.no_grad():
+            for memory, value in writes:
+                memory.copy_(value)
+        columns = list(zip(*rows, strict=True))
+        return [_stack(first, parts) if isinstance(parts[0], Tensor) else member_values(parts) for parts in columns]
+
+    def _place(self, number: int, member: int) -> _Place:
+        if (number, member) not in self._places:
+            call = calls[number]
+            body = self.models[member].get_submodule(call.island.path)
+            holders = tuple(holder_of(body, key) for key in (*call.fixed, *call.changing))
+            self._places[number, member] = body, holders
+        return self._places[number, member]
+
+
+UNBOUND = MembersCode(())
+
+
+def bind_fallbacks(module: fx.GraphModule, member: Callable[[int], nn.Module], members: int) -> None:
+    """Let the eager fallbacks of a batched ``module`` run the members' code; ``member(b)`` makes member b."""
+    # A program outlives a call in inference mode.
+    with torch.inference_mode(False):
+        code = MembersCode([member(index) for index in range(members)])
+    for node in module.graph.nodes:
+        if node.target is UNBOUND:
+            node.target, node.meta["lowering"] = code, replace(node.meta["lowering"], fn=code)
+    module.recompile()
 
 
 def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
@@ -214,12 +242,16 @@ class _BodyCall:
     """One call for one member.
 
     Attributes:
+        body: the member's submodule.
+        holders: the dict, the name in it and the key of each tensor of ``body``, fixed ones first.
         shared: the positions of inputs, and the keys of changing tensors, that are one object in all members.
         writes: gets the tensors of the array that the call changes, each with its new value.
     """
 
     call: OpaqueCall
     member: int
+    body: nn.Module
+    holders: Sequence[tuple[Any, str, str]]
     shared: frozenset[int | str]
     writes: list[tuple[Tensor, Tensor]]
 
@@ -286,7 +318,7 @@ class _BodyCall:
         copied: dict[Any, Tensor] = {}
         own = [*(map(_copy, fixed) if call.addresses else _leaves(fixed)), *(_copy_once(x, copied) for x in changing)]
         slots = []
-        for (holder, name, key), tensor, row in zip(call.holders(self.member), own, (*fixed, *changing), strict=True):
+        for (holder, name, key), tensor, row in zip(self.holders, own, (*fixed, *changing), strict=True):
             # Detached now, since forward may move the tensor to other memory.
             slots.append((holder, name, key, tensor, row, row.detach()))
             before = holder[name]
@@ -318,11 +350,10 @@ class _BodyCall:
         self.writes.append((memory if key in self.call.changing else memory.data, after.detach()))
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        body = self.call.bodies[self.member]
         name = self.call.island.method
-        method = getattr(body, name)
+        method = getattr(self.body, name)
         try:
-            return (with_hooks(body, method) if name == "forward" else method)(*args, **kwargs)
+            return (with_hooks(self.body, method) if name == "forward" else method)(*args, **kwargs)
         except RuntimeError as error:
             # In the loop, parameters are rows of stacks, whose requires_grad torch does not let change.
             if "can only change requires_grad flags of leaf" not in str(error):

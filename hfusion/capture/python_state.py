@@ -1,41 +1,57 @@
-"""Walk the Python state that forward can keep between calls: compare it, and put it back."""
+"""Walk the Python state that forward can keep between calls: compare it, put it back, and guard it."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import pickle
 import random
 import types
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.reachable_code import MISSING, Attributes, CodeSearch, ContextVariable, Holder, search_of
+from hfusion.capture.reachable_code import (
+    MAX_DEPTH,
+    MISSING,
+    Attributes,
+    CodeSearch,
+    ContextVariable,
+    GlobalVariables,
+    Holder,
+    search_of,
+)
 from hfusion.capture.registered_tensors import is_array
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import is_user_code
 from hfusion.core.memory import same_values
 from hfusion.core.python_values import (
+    CONTAINERS,
+    MAX_ITEMS,
     PLAIN,
     IdentityRef,
+    Link,
     array_bytes,
+    builtin_type,
     container_key,
     items,
     own_attributes,
     parts,
     plain_key,
+    size,
+    slots,
     walk,
 )
+from hfusion.core.torch_settings import asked_settings
 
 MUTABLE_CONTAINERS = (list, dict, set, deque)
-# An OrderedDict is no longer one after methods of dict have changed it.
-_BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *MUTABLE_CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 # Most of the variables that code names; they compare as the same object.
@@ -44,7 +60,14 @@ CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 3
 # Size in bytes up to which the values of a tensor outside of the model are restored.
 MAX_TENSOR_BYTES = 64 * 2**20
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+# How the state of a random generator is read and put back.
+_STATES: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (lambda g: g.get_state().numpy(), lambda g, state: g.set_state(torch.from_numpy(state))),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
+}
+GENERATORS = tuple(_STATES)
 
 
 @contextmanager
@@ -117,16 +140,16 @@ def identity(value: Any) -> Any:
     if isinstance(value, Iterator):
         return IdentityRef(value), _position(value)
     if isinstance(value, GENERATORS):
-        return IdentityRef(value), pickle.dumps(_draws(value))
+        read, _ = _access(value)
+        return IdentityRef(value), pickle.dumps(read(value))
     return IdentityRef(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _change_back(item: Any) -> Callable[[], object] | None:
     """Return a function that restores the values of an array, or the state of a generator; None for anything else."""
-    if isinstance(item, torch.Generator):
-        return functools.partial(item.set_state, item.get_state())
     if isinstance(item, GENERATORS):
-        return functools.partial(_set_draws, item, _draws(item))
+        read, write = _access(item)
+        return functools.partial(write, item, read(item))
     if array_bytes(item) is not None and np.asarray(item).flags.writeable:
         return functools.partial(_fill_array, item, np.asarray(item).copy())
     return None
@@ -162,22 +185,8 @@ def _position(iterator: Iterator[Any]) -> str:
         return f"{iterator} {iterator.__reduce__()}"
 
 
-def _draws(generator: Any) -> Any:
-    """Return the state of a random generator; None if it has none, like `random.SystemRandom`."""
-    if isinstance(generator, random.SystemRandom):
-        return None
-    if isinstance(generator, random.Random):
-        return random.Random.getstate(generator)
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
-
-
-def _set_draws(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif state is not None:
-        (generator.set_state if isinstance(generator, np.random.RandomState) else generator.setstate)(state)
+def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]]:
+    return next(access for kind, access in _STATES.items() if isinstance(generator, kind))
 
 
 def comparable(value: Any) -> Any:
@@ -203,29 +212,28 @@ def _remember(
         if (change := _change_back(item)) is not None:
             undo.append(change)
         elif isinstance(item, MUTABLE_CONTAINERS):
-            base = next(kind for kind in _BASES if isinstance(item, kind))
-            undo.append(functools.partial(_refill, base, item, _items(base, item)))
+            undo.append(functools.partial(_refill, item, _entries(item)))
             if isinstance(held := own_attributes(item), dict):
-                undo.append(functools.partial(_refill, dict, held, dict(held)))
+                undo.append(functools.partial(_refill, held, _entries(held)))
             return [part for _, _, part in parts(item)]
         return [part for _, _, part in items(item)] if isinstance(item, tuple) else []
 
     walk(values, visit, visited)
 
 
-def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:
-    return dict(base.items(holder)) if base in (dict, OrderedDict) else list(base.__iter__(holder))
+def _entries(holder: Any) -> list[tuple[Any, ...]]:
+    """Return the keys and values of a mapping, or each item of another container alone."""
+    return [(name, item) if link is Link.KEY else (item,) for link, name, item in items(holder)]
 
 
-def _refill(base: Any, holder: Any, items: dict[Any, Any] | list[Any]) -> None:
-    """Restore the ``items`` of a container by methods of ``base``, since a subclass may forbid changes."""
-    if list(map(id, _flat(_items(base, holder)))) != list(map(id, _flat(items))):
+def _refill(holder: Any, entries: list[tuple[Any, ...]]) -> None:
+    """Restore the ``entries`` of a container by methods of Python's types, since a subclass may forbid changes."""
+    present = itertools.chain.from_iterable(_entries(holder))
+    if list(map(id, present)) != list(map(id, itertools.chain.from_iterable(entries))):
+        base = builtin_type(holder)
         base.clear(holder)
-        (base.extend if base in (list, deque) else base.update)(holder, items)
-
-
-def _flat(items: dict[Any, Any] | list[Any]) -> list[Any]:
-    return [*items, *items.values()] if isinstance(items, dict) else items
+        held = entries if issubclass(base, dict) else [item for (item,) in entries]
+        (base.extend if base in (list, deque) else base.update)(holder, held)
 
 
 def _remember_variables(
@@ -268,3 +276,110 @@ def _filled(holders: Iterable[Holder]) -> dict[Any, int]:
     """Return the functions under ``functools.lru_cache``, each with its number of misses."""
     values = [holder.read(name) for holder in holders for name in list(holder.names)]
     return {v: v.cache_info().misses for v in values if isinstance(v, functools._lru_cache_wrapper)}
+
+
+# Guards on the variables that forward's code names, since a graph holds their values as constants.
+
+_END, _LARGE = object(), object()
+# Types of objects to which attributes are seldom added, and of which there are many.
+_RARELY_GIVEN = (type, types.FunctionType, functools._lru_cache_wrapper)
+
+Read: TypeAlias = Callable[[Any], Iterable[Any]]
+
+
+class Variables:
+    """The variables that the code of ``models`` names, with their values when this object was created.
+
+    Args:
+        without: names of variables to leave out.
+
+    Attributes:
+        names: all names in the code, also those that it passes to getattr.
+        settings: the functions that read the settings of torch that the code may use.
+        is_complete: whether all code within reach was searched.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
+        self._groups: list[tuple[Read, Any, tuple[Any, ...]]] = []
+        self.values: dict[str, Any] = {}
+        search = search_of(models)
+        self.holders, self.is_complete = search.holders, search.complete
+        for holder in self.holders:
+            self._add(holder, without)
+        self.names, self.settings = search.all_names, asked_settings(search.all_names)
+
+    def is_unchanged(self) -> bool:
+        """Return whether all variables still hold the same objects, with the same items."""
+        try:
+            for read, held, values in self._groups:
+                if not all(map(operator.is_, read(held), values)):
+                    return False
+        except Exception:
+            return False
+        return True
+
+    def _add(self, holder: Holder, without: frozenset[str]) -> None:
+        names = [name for name in sorted(holder.names) if f"{holder.title}{name}" not in without]
+        values = [holder.read(name) for name in names]
+        named = isinstance(holder, GlobalVariables) or (isinstance(holder, Attributes) and not slots(type(holder.held)))
+        at_once = [name for name in names if named and holder.read(name) is not MISSING]
+        rest = [name for name in names if name not in at_once]
+        if at_once:
+            read = [holder.read(name) for name in at_once]
+            self._groups.append((*_reader(holder, at_once), (*read, read[-1])))
+        if rest:
+            self._groups.append((lambda names: map(holder.read, names), rest, tuple(map(holder.read, rest))))
+        if isinstance(holder, Attributes) and not isinstance(holder.held, _RARELY_GIVEN):
+            self._groups.append((_keys, holder.held, _keys(holder.held)))
+        for name, value in zip(names, values, strict=True):
+            self.values[f"{holder.title}{name}"] = content(value)
+            self._groups += _items(value)
+
+
+def _reader(holder: Holder, names: list[str]) -> tuple[Read, Any]:
+    """Return a function that reads variables, and the dict that it reads them from."""
+    held = holder.held
+    # The last name is repeated: for a single name, the getter would not return a tuple.
+    names = [*names, names[-1]]
+    return operator.itemgetter(*names), held if isinstance(holder, GlobalVariables) else own_attributes(held)
+
+
+def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
+    """Yield readers and expected results for containers and arrays, which may be changed in place."""
+    if (held := array_bytes(value)) is not None:
+        yield functools.partial(_same_bytes, held), value, (held,)
+    if not isinstance(value, CONTAINERS) or depth == 0:
+        return
+    if not isinstance(value, tuple | frozenset):
+        yield _flat, value, _flat(value)
+    if size(value) <= MAX_ITEMS:
+        for _, _, item in items(value):
+            yield from _items(item, depth - 1)
+
+
+def _keys(value: Any) -> tuple[Any, ...]:
+    """Return the names of the attributes of ``value``, to detect added ones."""
+    return (*own_attributes(value), _END)
+
+
+def _same_bytes(before: bytes, value: Any) -> tuple[bytes | None]:
+    current = array_bytes(value)
+    return (before if current == before else current,)
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    """Return the items, or keys and values, and an end mark; only a mark for a large container."""
+    if size(value) > MAX_ITEMS:
+        return (_LARGE,)
+    held = items(value)
+    return (*(name for _, name, _ in held), *(item for _, _, item in held), _END)
+
+
+def content(value: Any) -> Any:
+    """Return a hashable form of a value: plain values, containers and small arrays by value, others by identity."""
+
+    def leaf(value: Any) -> Any:
+        held = array_bytes(value)
+        return IdentityRef(value) if held is None else (type(value), held)
+
+    return container_key(value, leaf, MAX_DEPTH)

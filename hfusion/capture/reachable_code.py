@@ -174,7 +174,9 @@ class CodeSearch:
 
     def _look(self, function: types.FunctionType) -> Iterator[types.FunctionType]:
         """Note the variables that a function names; yield the functions that it may call."""
-        variables, space = _variables_named(function), function.__globals__
+        names, space = names_in(function.__code__), function.__globals__
+        by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
+        variables = {*names.variables, *(names.texts if by_text else ())}
         self._named |= attribute_names(function.__code__)
         self.assigned |= assigned_names(function.__code__)
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
@@ -187,7 +189,7 @@ class CodeSearch:
             if not isinstance(value, SCALARS):
                 self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
                 yield from self._inside(name, value)
-        for name in sorted(set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys()):
+        for name in sorted(set(names.variables) - space.keys() - vars(builtins).keys()):
             self._note(GlobalVariables(f"{function.__module__}.", space), name)
         yield from self._named_in(function.__module__, space, variables, set())
         for module in imported_modules(function.__code__):
@@ -363,13 +365,6 @@ _MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__ge
 
 # Names by which code may read global variables whose names are strings.
 _BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals__", "modules"})
-
-
-def _variables_named(function: types.FunctionType) -> set[str]:
-    """Return the global variables that the code of ``function`` names, or may read by a string."""
-    names = names_in(function.__code__)
-    by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
-    return {*names.variables, *(names.texts if by_text else ())}
 
 
 # The names of attributes and variables in code, from its bytecode.

@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import is_plain, overlap
 
+# The attribute of a member's tensor that had other strides, such as channels_last, before it was stacked.
+RESTRIDED = "_hfusion_restrided"
+
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, then the buffers, of ``model`` by key; a tensor with two names is yielded twice."""
-    if not _lists_as_torch(type(model)):
+    kind = type(model)
+    listed = kind.named_parameters, kind.named_buffers
+    if listed != (nn.Module.named_parameters, nn.Module.named_buffers):
+        # A class may list other tensors.
         yield from model.named_parameters(remove_duplicate=False)
         yield from model.named_buffers(remove_duplicate=False)
         return
@@ -26,11 +32,6 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in getattr(module, held).items():
                 if tensor is not None:
                     yield prefix + name, tensor
-
-
-def _lists_as_torch(kind: type[nn.Module]) -> bool:
-    """Return whether a class has torch's own methods that list parameters and buffers."""
-    return kind.named_parameters is nn.Module.named_parameters and kind.named_buffers is nn.Module.named_buffers
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -12,17 +12,10 @@ from torch.utils import dlpack
 from hfusion.capture.attribute_fingerprint import copied_result, results
 from hfusion.capture.eager_runs import twin
 from hfusion.capture.hooks import is_recipe, recompute, recomputed
-from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.registered_tensors import RESTRIDED, tensors
 from hfusion.core.copies import module_copy
 from hfusion.core.membership import TAKE_BEFORE, check_whole_stack
 from hfusion.device.backend import backend
-
-_RESTRIDED = "_hfusion_restrided"
-
-
-def is_restrided(tensor: Tensor) -> bool:
-    """Return whether a member's tensor had other strides, such as channels_last, before it was stacked."""
-    return hasattr(tensor, _RESTRIDED)
 
 
 def skeleton(index: int, model: nn.Module) -> nn.Module:
@@ -42,7 +35,7 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
         row = rows[name]
         memo[id(empty)] = row
         if not empty.is_contiguous() and row.is_contiguous():
-            setattr(row, _RESTRIDED, True)
+            setattr(row, RESTRIDED, True)
     model = module_copy(skeleton, memo)
     for path, module in model.named_modules():
         module.training = training[path]

@@ -14,14 +14,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
-from hfusion.capture.eager_fallbacks import alike, module_path
+from hfusion.capture.attribute_fingerprint import differing_attributes
+from hfusion.capture.capture_member import Member, VaryingSizes, alike, capture_member, module_path
 from hfusion.capture.fallback_runtime import RULES as OPAQUE_RULES
-from hfusion.capture.fallback_runtime import OpaqueCall, Unforeseen
+from hfusion.capture.fallback_runtime import OpaqueCall, Unforeseen, bind_fallbacks
 from hfusion.capture.hooks import WHOLE, Island
-from hfusion.capture.python_differences import differing_attributes
+from hfusion.capture.registered_tensors import holder_of
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.fill_scalars import capture_variants
+from hfusion.compiler.fill_scalars import capture_variants, check_constant, keyed_constants
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import ForwardsDiffer, FusionError, KeepsState
 from hfusion.core.gradient_usage import watched
@@ -31,8 +31,9 @@ from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, i
 from hfusion.core.stages import stage
 from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
+from hfusion.ops.rule import MemberScalars
 from hfusion.ops.rule import merge as merge_tables
-from hfusion.passes.align import align
+from hfusion.passes.align import Changes, align, fill_rows
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.check import check_array, check_member
@@ -134,9 +135,8 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
     _check_signature(subject, arguments)
     looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else dict(subject.looped)
     while True:
-        captured = _captured(subject, arguments, sizes, looped)
         try:
-            return _batched(subject, captured, arguments, training)
+            return _compiled(subject, arguments, training, sizes, looped)
         except Unbatchable as error:
             more = dict.fromkeys(alike(subject.member(0), Island(module_path(error.node))), str(error))
             if not subject.loops or not more.keys() - looped.keys():
@@ -144,24 +144,17 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
             looped |= more
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """The members' ``common`` graph as a capture, the layouts of its placeholders, and the calls that loop."""
-
-    common: Capture
-    layouts: tuple[Layout, ...]
-    guards: Callable[[Sequence[Sequence[Any]]], bool]
-    calls: tuple[OpaqueCall, ...]
-
-
-def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
+def _compiled(
+    subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes, looped: Mapping[Island, str]
+) -> Compiled:
+    """Capture the members, with the submodules ``looped`` left out, align their graphs, and batch the operators."""
     # The first member of every variant.
     members = [subject.variants.index(variant) for variant in range(max(subject.variants) + 1)]
 
     # Where one member must loop over its whole forward, such as for a NaN among the results, all do.
     whole: dict[Island, str] = {}
 
-    def capture(variant: int) -> tuple[Capture, list[OpaqueCall]]:
+    def capture(variant: int) -> Capture:
         member = members[variant]
         try:
             captured = capture_member(_member(subject, member, arguments), sizes, whole or looped, subject.loops)
@@ -169,20 +162,19 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
             if not subject.loops or isinstance(error, KeepsState):
                 raise
             raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
-        whole.update((WHOLE, call.why) for call in captured[1] if call.is_whole)
+        whole.update((WHOLE, call.why) for call in captured.opaque if call.is_whole)
         return captured
 
     if looped or sizes.open:
-        variant_captures = [capture(variant) for variant in range(len(members))]
+        captures = [capture(variant) for variant in range(len(members))]
     else:
-        variant_captures = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
+        captures = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
     if whole:
         # Those that were captured before the first that loops.
-        variant_captures = [
-            captured if any(call.is_whole for call in captured[1]) else capture(variant)
-            for variant, captured in enumerate(variant_captures)
+        captures = [
+            captured if any(call.is_whole for call in captured.opaque) else capture(variant)
+            for variant, captured in enumerate(captures)
         ]
-    captures = [member_capture for member_capture, _ in variant_captures]
     graph, constants, differing = common_graph(captures, subject.variants, subject.name, subject.member)
     slots = captures[0].slots
     described = partial(describe_graph, f"all members of {subject.name}", graph)
@@ -192,27 +184,24 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
     needs_strides = any(capture.needs_strides for capture in captures)
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
-    common = replace(captures[0], graph=graph, constants=constants, size_uses=uses, needs_strides=needs_strides)
-    return _Captured(common, layouts, guards, tuple(call for _, calls in variant_captures for call in calls))
-
-
-def _batched(subject: ArraySpec, captured: _Captured, arguments: Arguments, training: bool) -> Compiled:
-    common, layouts = captured.common, captured.layouts
-    choices = choose_ways(common.graph, layouts, subject.members, subject.device)
-    module = batch(common.graph, layouts, subject.members, RULES, choices)
+    opaque = tuple(call for capture in captures for call in capture.opaque)
+    choices = choose_ways(graph, layouts, subject.members, subject.device)
+    module = batch(graph, layouts, subject.members, RULES, choices)
+    if opaque:
+        bind_fallbacks(module, subject.member, subject.members)
     code = regions(module, subject.members)
-    program = Program(subject.name, subject.members, training, module, code, common.slots, layouts, common.out_spec)
+    program = Program(subject.name, subject.members, training, module, code, slots, layouts, captures[0].out_spec)
     look_at(program)
     return Compiled(
         program,
-        common.graph,
-        common.constants,
-        captured.calls,
-        captured.guards,
-        common.modes,
-        arguments.memory_orders if common.needs_strides else None,
-        calls=common.calls,
-        size_uses=common.size_uses,
+        graph,
+        constants,
+        opaque,
+        guards,
+        captures[0].modes,
+        arguments.memory_orders if needs_strides else None,
+        calls=captures[0].calls,
+        size_uses=uses,
     )
 
 
@@ -233,10 +222,7 @@ def choose_ways(
 
 
 def _member(subject: ArraySpec, member: int, arguments: Arguments) -> Member:
-    def bodies() -> list[nn.Module]:
-        return [subject.member(index) for index in range(subject.members)]
-
-    return Member(subject.member(member), *arguments.of_member(member), bodies)
+    return Member(subject.member(member), *arguments.of_member(member))
 
 
 def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
@@ -402,10 +388,14 @@ class BoundProgram:
     @staticmethod
     def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:
         """Bind a program to the tensors of ``owner``."""
-        slots = compiled.program.slots
-        return BoundProgram(
-            compiled, tuple(_location(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
-        )
+        locations: list[Location] = []
+        for slot in compiled.program.slots:
+            if slot.kind is Kind.CONSTANT:
+                locations.append((compiled.constants, slot.name))
+            elif slot.kind is not Kind.INPUT:
+                holder, name, _ = holder_of(owner, slot.name)
+                locations.append((holder, name))
+        return BoundProgram(compiled, tuple(locations))
 
     @property
     def looped_calls(self) -> int:
@@ -460,9 +450,73 @@ def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
     return call
 
 
-def _location(slot: Slot, owner: nn.Module, compiled: Compiled) -> Location:
-    if slot.kind is Kind.CONSTANT:
-        return compiled.constants, slot.name
-    path, _, leaf = slot.name.rpartition(".")
-    module = owner.get_submodule(path)
-    return (module._parameters if slot.kind is Kind.PARAMETER else module._buffers), leaf
+# Derive the program of an array whose members have left, joined or been copied, without a new capture.
+
+
+def of_rows(
+    compiled: Compiled,
+    rows: Sequence[int],
+    subject: ArraySpec | None = None,
+    changes: Mapping[int, Changes] | None = None,
+) -> Compiled:
+    """Return the program of ``subject``, whose member b equals member ``rows[b]`` of ``compiled`` except for tensors.
+
+    Args:
+        subject: None if no member runs code of its own.
+        changes: the numbers in which a member of ``subject`` differs from that member of ``compiled``, by member.
+
+    Raises:
+        Unexplained: changes that cannot be located in the graph.
+    """
+    program, members = compiled.program, len(rows)
+    graph, tensors = fill_rows(compiled.graph, rows, changes or {})
+    if compiled.opaque and subject is None:
+        raise ValueError("members that run their own code are needed as modules")
+    slots = zip(program.slots, program.layouts, strict=True)
+    stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
+    constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
+    for key, values in keyed_constants(compiled.graph, program.slots, tensors).items():
+        if key not in stacked:
+            constants[key] = constants[key].expand(members, *constants[key].shape)
+            stacked.add(key)
+        constants[key] = _with_values(key, constants[key], values)
+    layouts = tuple(
+        Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
+        for slot, layout in zip(program.slots, program.layouts, strict=True)
+    )
+    choices = _choices(compiled, graph) if (members, layouts) == (program.members, program.layouts) else None
+    if choices is None:
+        choices = choose_ways(graph, layouts, members)
+    module = batch(graph, layouts, members, RULES, choices)
+    if compiled.opaque and subject is not None:
+        bind_fallbacks(module, subject.member, members)
+    new_program = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
+    look_at(new_program)
+    return replace(compiled, program=new_program, graph=graph, constants=constants)
+
+
+def _choices(compiled: Compiled, graph: fx.Graph) -> dict[fx.Node, Choice] | None:
+    """Return the choices of a program for the nodes of ``graph``; None if members differ at other nodes there."""
+    chosen = {n.meta["origin"]: n.meta["choice"] for n in compiled.program.module.graph.nodes if "choice" in n.meta}
+    pairs = list(zip(compiled.graph.nodes, graph.nodes, strict=True))
+    if any(_varies(old.meta.get("arguments")) != _varies(new.meta.get("arguments")) for old, new in pairs):
+        return None
+    return {new: chosen[old] for old, new in pairs if old in chosen}
+
+
+def _varies(nest: Any) -> Any:
+    """Return the nest of a call's arguments as bools: True for scalars that differ between members."""
+    if isinstance(nest, dict):
+        return tuple(map(_varies, nest.values()))
+    if isinstance(nest, list | tuple):
+        return tuple(map(_varies, nest))
+    return isinstance(nest, MemberScalars)
+
+
+def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the stack of a constant with new values. ``values``: by member, the expected old and the new value."""
+    result = stack.clone()
+    for member, (old, new) in values.items():
+        check_constant(key, stack[member], old)
+        result[member] = new
+    return result

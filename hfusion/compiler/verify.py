@@ -10,8 +10,8 @@ rounding is measured instead: the members run with parameters moved by one round
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.capture.eager_runs import (
     GRADIENT,
@@ -33,13 +34,9 @@ from hfusion.capture.eager_runs import (
     own_leaf,
 )
 from hfusion.capture.export_context import without_trace
-from hfusion.capture.fallback_runtime import OpaqueCall
-from hfusion.capture.python_reads import EXACT_CLASS
-from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments, map_leaf
 from hfusion.compiler.compiled_program import Compiled
-from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.core.calls import Ragged, StackedInput
 from hfusion.core.copies import copies_in_like_memory, fills_stretch
 from hfusion.core.errors import FusionError
@@ -50,7 +47,10 @@ from hfusion.core.memory import is_plain, relative_difference
 from hfusion.core.program import Kind, source_line
 from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
+from hfusion.ops.random import ELEMENTWISE, FACTORIES
+from hfusion.ops.rule import is_random
 from hfusion.passes.align import scalars, select
+from hfusion.passes.candidates import by_name
 from hfusion.passes.functional import OPAQUE
 from hfusion.passes.side_effects import FailedCheck
 
@@ -103,7 +103,7 @@ def verify(subject: CheckedArray) -> str:
         FusionError: a member's output or gradient differs beyond rounding; names the member, the tensor and the node.
     """
     members = subject.compiled.program.members
-    if any(call.is_whole and not _asks_class(call) for call in subject.compiled.opaque):
+    if any(call.is_whole and not call.asks_class for call in subject.compiled.opaque):
         return "self-check left out: the whole forward runs as the members' own code"
     with without_trace():
         try:
@@ -116,7 +116,7 @@ def verify(subject: CheckedArray) -> str:
             calls = subject.compiled.opaque
             if calls and not all(_repeats(subject, member) for member in range(members)):
                 return "self-check left out: members' own code gives another result at every run"
-            if any(map(_asks_class, calls)):
+            if any(call.asks_class for call in calls):
                 raise FusionError(
                     "forward runs member by member, where parameters are plain tensors, and reads the class of one "
                     "by type() or __class__: ask isinstance(parameter, nn.Parameter), which holds there, too"
@@ -124,12 +124,6 @@ def verify(subject: CheckedArray) -> str:
             raise
     compared = "" if len(subject.members) == members else f"{len(subject.members)} of "
     return f"self-check passed: outputs and gradients of {compared}{members} members"
-
-
-def _asks_class(call: OpaqueCall) -> bool:
-    """True if members' own code may distinguish a parameter from the plain tensor that replaces it in a loop."""
-    names = names_of(call.bodies[:1])
-    return "Parameter" in names and not names.isdisjoint(EXACT_CLASS)
 
 
 def _check(subject: CheckedArray) -> None:
@@ -147,8 +141,17 @@ def _check(subject: CheckedArray) -> None:
 
 def _compare(subject: CheckedArray) -> None:
     suspects = _suspects(subject, allowed_differences(subject.compiled, subject.stacks), subject.members)
-    if suspects and not _agrees_wide(subject, _worst(suspects)):
-        _check_noise(subject, suspects)
+    if suspects:
+        # float64 is slow, and if rounding explains the members that differ most, it explains all.
+        ordered = sorted(suspects, key=lambda suspect: -suspect.difference)
+        worst = list(dict.fromkeys(suspect.member for suspect in ordered))[:WORST]
+        try:
+            wide = _suspects(_widened(subject), {torch.float64: WIDE}, worst)
+        except RuntimeError:
+            # The graph cannot run in float64.
+            wide = suspects
+        if wide:
+            _check_noise(subject, suspects)
 
 
 def allowed_differences(compiled: Compiled, stacks: Mapping[str, Tensor]) -> Mapping[torch.dtype, float]:
@@ -169,12 +172,6 @@ class Suspect:
     member: int
     name: str
     difference: float
-
-
-def _worst(suspects: Sequence[Suspect]) -> list[int]:
-    """Return the members that differ most. float64 is slow, and if rounding explains them, it explains all."""
-    ordered = sorted(suspects, key=lambda suspect: -suspect.difference)
-    return list(dict.fromkeys(suspect.member for suspect in ordered))[:WORST]
 
 
 def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
@@ -207,14 +204,6 @@ def _rows(subject: CheckedArray, member: int, fused: Outcome, original: Outcome)
         dtype = getattr(original.get(name), "dtype", None)
         rows[name] = row.to(dtype) if isinstance(row, Tensor) and dtype is not None else row
     return rows
-
-
-def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
-    """True if the difference vanishes in float64. False also if the graph cannot run in float64."""
-    try:
-        return not _suspects(_widened(subject), {torch.float64: WIDE}, members)
-    except RuntimeError:
-        return False
 
 
 def _widened(subject: CheckedArray) -> CheckedArray:
@@ -457,3 +446,121 @@ def row(value: Any, layout: Layout, member: int, members: int) -> Any:
     if layout is Layout.PACKED:
         return value.chunk(members, 1)[member]  # type: ignore[union-attr]
     return value[member]
+
+
+# Replay the random draws of a program in a member's code.
+
+aten = torch.ops.aten
+
+# Operators whose whole result is drawn, by name; in place they have the same name, and an underscore.
+_DRAWN = {target.overloadpacket.__name__ for target in (*ELEMENTWISE, *FACTORIES)}
+_DRAWN |= {"randperm", "multinomial", "_standard_gamma", "_sample_dirichlet"}
+_RRELU = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default)
+
+
+class Unmatched(Exception):
+    """The member's code draws other random numbers than the program."""
+
+
+class Replay:
+    """Gives the random operators of one member's code the member's rows of ``draws``, in order.
+
+    A backward that runs a part of forward again, as a checkpoint does, restores the state of torch's random numbers.
+    That state identifies the rows to give again.
+    """
+
+    def __init__(self, draws: Sequence[Tensor], member: int) -> None:
+        self._rows = iter([drawn[member] for drawn in draws])
+        self._rows_by_state: dict[bytes, Tensor] = {}
+        self._state = _state()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context manager: random operators return the next rows. Raises Unmatched if rows remain at the end."""
+        self._state = _state()
+        with _Replaced(self._next):
+            yield
+        if next(self._rows, None) is not None:
+            raise Unmatched("a member draws fewer random numbers than the program")
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which random operators return the same rows as in forward."""
+        return _Replaced(self._forward_row)
+
+    def _next(self, func: OpOverload) -> Tensor:
+        if _state() != self._state:
+            raise FusionError(
+                f"forward sets the state of torch's random numbers before {func}, which a fused array would lose; "
+                "draw from the numbers as they are, or keep what is drawn in a buffer"
+            )
+        row = next(self._rows, None)
+        if row is None:
+            raise Unmatched(f"a member's {func} draws random numbers that the program draws elsewhere")
+        self._rows_by_state[self._state] = row
+        self._state = _advanced()
+        return row
+
+    def _forward_row(self, func: OpOverload) -> Tensor:
+        row = self._rows_by_state.get(_state())
+        if row is None:
+            raise Unmatched(f"a member's backward draws random numbers, by {func}")
+        _advanced()
+        return row
+
+
+def _state() -> bytes:
+    state: bytes = torch.get_rng_state().numpy().tobytes()
+    return state
+
+
+def _advanced() -> bytes:
+    """Draw one number, and return the new random state."""
+    torch.rand((), device="cpu")
+    return _state()
+
+
+class _Replaced(TorchDispatchMode):
+    """Replaces the draws of every random operator ``func`` by ``row(func)``."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._row = row
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = by_name(func, args, kwargs)
+        if not is_random(func, arguments):
+            return func(*args, **kwargs)
+        row = self._row(func)
+        if func is aten.native_dropout.default:
+            return _native_dropout(func, row, arguments["input"], arguments["p"])
+        if func in _RRELU:
+            return _rrelu(func, row, arguments["self"], arguments["noise"])
+        if func.overloadpacket.__name__.removesuffix("_") not in _DRAWN:
+            raise Unmatched(f"a member's {func} draws what cannot be given to it")
+        return _overwritten(func, row, args, kwargs)
+
+
+def _overwritten(func: OpOverload, row: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Return the result of the operator with its draws replaced by ``row``, in place for in-place operators."""
+    state = torch.get_rng_state()
+    drawn: Tensor = func(*args, **kwargs)
+    torch.set_rng_state(state)
+    _check_shape(func, row, drawn)
+    return drawn.copy_(row)
+
+
+def _native_dropout(func: OpOverload, row: Tensor, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    _check_shape(func, row, x)
+    return x * row * (0.0 if p == 1 else 1 / (1 - p)), row.bool()
+
+
+def _rrelu(func: OpOverload, row: Tensor, x: Tensor, noise: Tensor) -> Tensor:
+    _check_shape(func, row, x)
+    noise.copy_(row)
+    return x.mul_(row) if func is aten.rrelu_with_noise_.default else x * row
+
+
+def _check_shape(func: OpOverload, row: Tensor, drawn: Tensor) -> None:
+    if drawn.shape != row.shape:
+        raise Unmatched(f"a member's {func} draws {tuple(drawn.shape)}, the program {tuple(row.shape)}")

@@ -43,7 +43,8 @@ class Capture:
     ``guards`` tells whether the graph is valid for inputs of other shapes, empty for what is no tensor; ``modes`` are
     the submodules whose train or eval mode forward changes, by path. ``calls`` are the operators that the code called,
     and ``meta["call"]`` of a node its index there; ``size_uses`` the numbers that met sizes that vary.
-    ``needs_strides``: the graph is valid only for inputs whose dims have the same order in memory.
+    ``needs_strides``: the graph is valid only for inputs whose dims have the same order in memory. ``opaque``: its
+    calls that run in a loop over members (`hfusion.capture.fallback_runtime.OpaqueCall`).
     """
 
     graph: fx.Graph
@@ -55,6 +56,7 @@ class Capture:
     calls: tuple[Any, ...] = ()
     size_uses: tuple[Any, ...] = ()
     needs_strides: bool = False
+    opaque: tuple[Any, ...] = ()
 
 
 def writable(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:

@@ -4,8 +4,8 @@ No method of a user's class is called to look into its objects: it may raise any
 are read by the methods of Python's own types, objects by their ``__dict__`` and slots.
 
 All questions about Python state walk by this file. `hfusion.capture.attribute_fingerprint` compares models by value,
-`hfusion.core.fingerprint` reads the state of functions, `hfusion.capture.variable_guards` guards variables, and
-`hfusion.capture.python_state` finds what a call changed, and puts it back.
+`hfusion.core.fingerprint` reads the state of functions, and `hfusion.capture.python_state` guards variables, finds
+what a call changed, and puts it back.
 """
 
 from __future__ import annotations

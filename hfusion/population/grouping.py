@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.attribute_fingerprint import fingerprint
+from hfusion.capture.attribute_fingerprint import differing_attributes, fingerprint
 from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare, hooked_tensor
-from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable

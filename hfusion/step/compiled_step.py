@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from hfusion.capture.dynamic_sizes import recurrent
+from hfusion.capture.python_reads import recurrent
 from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.guards import Guards, open_dims

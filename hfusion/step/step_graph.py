@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_tensors
-from hfusion.compiler.compiled_program import BoundProgram, Location
-from hfusion.compiler.program_rows import of_rows
+from hfusion.compiler.compiled_program import BoundProgram, Location, of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import seeded
