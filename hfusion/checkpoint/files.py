@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
-from hfusion.core.errors import CheckpointError
+from hfusion.core.errors import CheckpointError, HFusionError
 from hfusion.core.memory import real_view
 
 FORMAT, VERSION = "hfusion checkpoint", 4
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
-_SAVE = re.compile(r"save-(\d{12,})")
+_SAVE = re.compile(r"save-\d{12,}")
 _ASIDE = ".aside-"
 # Number of attempts to list a folder, and to read a save, while other processes change them.
 _LISTINGS, _READINGS = 3, 100
@@ -188,9 +188,7 @@ def saves(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    match = _SAVE.fullmatch(path.name)
-    assert match is not None
-    return int(match.group(1))
+    return int(path.name.removeprefix("save-"))
 
 
 def newest(root: str | os.PathLike[str]) -> Path:
@@ -292,23 +290,14 @@ def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors | {key: torch.view_as_complex(tensors[key]) for key in manifest["complex"]}
 
 
-# Errors that modified files cause, in addition to those of the file system.
-_SURPRISES = (
-    KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError, RuntimeError,
-    MemoryError, AssertionError,
-)  # fmt: skip
-
-
 @contextmanager
 def wrap_load_errors(path: Path, problem: str = "cannot be loaded") -> Iterator[None]:
     """Context manager: turn errors of files, also those of damaged ones, into a CheckpointError that names the file."""
     try:
         yield
-    except CheckpointError as error:
-        if str(path.parent) in str(error):
+    except Exception as error:
+        ours = isinstance(error, CheckpointError)
+        if (ours and str(path.parent) in str(error)) or (isinstance(error, HFusionError) and not ours):
             raise
-        raise CheckpointError(f"{path} {problem}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} {problem}: {error}") from error
-    except _SURPRISES as error:
-        raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {error}") from error
+        kind = "" if ours or isinstance(error, OSError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{path} {problem}: {kind}{error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,26 +50,25 @@ class SaveReader:
         Raises:
             CheckpointError: a member is in no save, or in two.
         """
-        paths: dict[str, Path] = {}
+        places: dict[str, tuple[Saved, int]] = {}
         for save in saved:
             with wrap_load_errors(save.path):
                 members = save.body["members"]
                 if not isinstance(members, list) or not members or not all(isinstance(name, str) for name in members):
                     raise CheckpointError(f"{save.path} says that its members are {members!r}: these are no names")
-                for name in members:
-                    if name in paths:
+                for index, name in enumerate(members):
+                    if name in places:
                         raise CheckpointError(
-                            f"{name!r} is a member in {paths[name]} and in {save.path}: a merge wants every member "
-                            "once; load the others by tags=[...]"
+                            f"{name!r} is a member in {places[name][0].path} and in {save.path}: a merge wants every "
+                            "member once; load the others by tags=[...]"
                         )
-                    paths[name] = save.path
-        requested = list(paths) if tags is None else list(tags)
+                    places[name] = save, index
+        requested = list(places) if tags is None else list(tags)
         if not requested:
-            raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(paths)}")
-        missing = [name for name in requested if name not in paths]
+            raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(places)}")
+        missing = [name for name in requested if name not in places]
         if missing:
-            raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(paths)}")
-        places = {name: (save, index) for save in saved for index, name in enumerate(save.body["members"])}
+            raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(places)}")
         # Neighbours that are in one save are read together.
         runs = groupby((places[name] for name in requested), key=lambda place: id(place[0]))
         grouped = [list(run) for _, run in runs]
@@ -91,8 +91,8 @@ class SaveReader:
         return first
 
     def member_rows(self, key: str) -> Tensor:
-        """Return the members' rows of a tensor."""
-        return torch.cat([saved.tensors[OWN + key][indices] for saved, indices in self.parts])
+        """Return the members' rows of a tensor; a shared one is repeated for each."""
+        return torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
 
     def shared_tensor(self, key: str) -> Tensor:
         """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
@@ -101,6 +101,14 @@ class SaveReader:
             if not same_bits(saved.tensors[key], first):
                 raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
         return first
+
+    def array(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> list[Callable[[], None]]:
+        """Return functions that write the members into an array or a model, and into what trains it, if that is given.
+
+        Damage and mismatches are detected before.
+        """
+        parts = ((self.optimizer, optimizer), (self.scheduler, scheduler), (self.scaler, scaler))
+        return [self.module(model), *(read(part) for read, part in parts if part is not None)]
 
     def module(self, model: nn.Module) -> Callable[[], None]:
         """Return a function that writes the members into an array, or one into a plain model. Checks come before."""
@@ -146,7 +154,7 @@ class SaveReader:
                 f"{name} is trained and {shown} here, and was not in {self.path}: make models that share as the saved "
                 "ones did"
             )
-        rows = torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
+        rows = self.member_rows(key)
         if stacked:
             return rows
         if not all(same_bits(row, rows[0]) for row in rows):
@@ -158,6 +166,7 @@ class SaveReader:
 
     def optimizer(self, optimizer: FusedOptimizer) -> Callable[[], None]:
         """Return a function that writes the members' state into an optimizer. All checks are done before."""
+        check_ours("optimizer", optimizer, FusedOptimizer)
         record = self.agreed("optimizer")
         if record is None:
             raise CheckpointError(f"{self.path} holds no optimizer")
@@ -236,6 +245,7 @@ class SaveReader:
         return write
 
     def scaler(self, scaler: GradScaler) -> Callable[[], None]:
+        check_ours("scaler", scaler, GradScaler)
         names = self.agreed("scaler")
         if names is None:
             raise CheckpointError(f"{self.path} holds no scaler")
@@ -270,11 +280,18 @@ class SaveReader:
             torch.set_rng_state(state["torch"])
             random.setstate(state["python"])
             np.random.set_state(state["numpy"])
-            for device in dict.fromkeys(device for model in models for device in devices_of(model)):
+            for device in devices_of(models):
                 if str(device) in state["devices"]:
                     backend(device).set_random_states(state["devices"][str(device)])
 
         return write
+
+    def loader(self, loader: Any) -> Callable[[], None]:
+        """Return a function that puts a loader where the first save's was."""
+        position = self.value("loader")
+        if position is None:
+            raise CheckpointError(f"{self.path} holds no position of a loader")
+        return partial(loader.load_state_dict, position)
 
     def value(self, key: str) -> Any:
         """Return the nested value that the first save holds under ``key``."""
@@ -282,8 +299,17 @@ class SaveReader:
         return decode(saved.body.get(key), saved.tensors)
 
 
-def devices_of(model: nn.Module) -> list[torch.device]:
-    return list(dict.fromkeys(tensor.device for _, tensor in tensors_of(model)))
+def check_ours(name: str, value: Any, kind: type) -> None:
+    """Raise CheckpointError for an optimizer or a scaler whose state has no rows."""
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{name} must be of hf.optim, got {type(value).__module__}.{type(value).__qualname__}, whose state has no "
+            "rows. The state of another one can be saved as extra=..."
+        )
+
+
+def devices_of(models: Sequence[nn.Module]) -> list[torch.device]:
+    return list(dict.fromkeys(tensor.device for model in models for _, tensor in tensors_of(model)))
 
 
 def described(optimizer: FusedOptimizer) -> dict[str, Any]:

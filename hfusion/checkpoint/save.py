@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import random as python_random
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hfusion.checkpoint.reader import (
     GROUPS,
     OWN,
     SaveReader,
+    check_ours,
     described,
     devices_of,
     optimizer_stacks,
@@ -89,36 +89,9 @@ def save(
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"tags={tags}: give each of {len(fused)} members one of its own")
     writer = SaveWriter(range(len(fused)), {"members": tags}, {})
-    gather(writer, fused, optimizer, scheduler, scaler)
+    writer.array(fused, optimizer, scheduler, scaler)
     writer.run(loader, extra, [fused])
     return files.write(directory, writer.body, writer.tensors, step=step, keep=keep, score=score)
-
-
-def gather(
-    writer: SaveWriter,
-    module: nn.Module,
-    optimizer: FusedOptimizer | None,
-    scheduler: Any,
-    scaler: GradScaler | None,
-) -> None:
-    """Collect copies of an array or a single model, and of all that trains it, in ``writer``."""
-    writer.module(module)
-    if optimizer is not None:
-        _check_ours("optimizer", optimizer, FusedOptimizer)
-        writer.optimizer(optimizer)
-    if scheduler is not None:
-        writer.scheduler(scheduler)
-    if scaler is not None:
-        _check_ours("scaler", scaler, GradScaler)
-        writer.scaler(scaler)
-
-
-def _check_ours(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            f"{name} must be of hf.optim, got {type(value).__module__}.{type(value).__qualname__}, whose state has no "
-            "rows. The state of another one can be saved as extra=..."
-        )
 
 
 @dataclass
@@ -131,12 +104,10 @@ class SaveWriter:
 
     def store_rows(self, key: str, stack: Tensor) -> None:
         """Store a copy of the members' rows of a stack, on the CPU."""
-        if list(self.rows) == list(range(len(stack))):
-            # Copy directly, without a temporary copy on the device.
-            self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
-            return
-        rows = torch.as_tensor(list(self.rows), device=stack.device)
-        self.tensors[OWN + key] = stack.detach().index_select(0, rows).cpu()
+        # If all are saved, they are copied without a temporary copy on the device.
+        if list(self.rows) != list(range(len(stack))):
+            stack = stack.detach().index_select(0, torch.as_tensor(list(self.rows), device=stack.device))
+        self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
 
     def store_shared(self, key: str, tensor: Tensor) -> None:
         """Store a copy of a tensor that all members share, on the CPU."""
@@ -151,6 +122,13 @@ class SaveWriter:
             raise CheckpointError(f"{key} is nested too deep, or holds itself: keep plain values") from error
         self.tensors |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}
         return encoded
+
+    def array(self, module: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+        """Store copies of an array or a single model, and of all that trains it; None for what it has not."""
+        self.module(module)
+        for store, part in ((self.optimizer, optimizer), (self.scheduler, scheduler), (self.scaler, scaler)):
+            if part is not None:
+                store(part)
 
     def module(self, module: nn.Module) -> None:
         """Store the tensors of an array, or of a single model that has marks."""
@@ -167,6 +145,7 @@ class SaveWriter:
         self.body["module"] = {"stacked": names}
 
     def optimizer(self, optimizer: FusedOptimizer) -> None:
+        check_ours("optimizer", optimizer, FusedOptimizer)
         for key, stack in optimizer_stacks(optimizer).items():
             self.store_rows(key, stack)
         for param, name in shared_params(optimizer):
@@ -186,6 +165,7 @@ class SaveWriter:
         }
 
     def scaler(self, scaler: GradScaler) -> None:
+        check_ours("scaler", scaler, GradScaler)
         state = scaler.state_dict()
         self.body["scaler"] = sorted(state)
         self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
@@ -202,12 +182,11 @@ class SaveWriter:
                 )
             self.body["loader"] = self.tree("loader", loader.state_dict())
         self.body["extra"] = self.tree("extra", extra)
-        devices = dict.fromkeys(device for module in modules for device in devices_of(module))
         state = {
             "torch": torch.get_rng_state(),
             "python": python_random.getstate(),
             "numpy": np.random.get_state(),
-            "devices": {str(device): backend(device).random_states() for device in devices},
+            "devices": {str(device): backend(device).random_states() for device in devices_of(modules)},
         }
         self.body["random"] = self.tree("random", state)
 
@@ -249,44 +228,15 @@ def load(
     """
     reader = read(directory, tags)
     with wrap_load_errors(reader.path):
-        write = writing(reader, model, optimizer, scheduler, scaler, loader, random)
+        writes = reader.array(model, optimizer, scheduler, scaler)
+        if random:
+            writes.append(reader.random(model))
+        if loader is not None:
+            writes.append(reader.loader(loader))
         loaded = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
-        write()
+        for write in writes:
+            write()
     return loaded
-
-
-def writing(
-    reader: SaveReader,
-    model: nn.Module,
-    optimizer: FusedOptimizer | None,
-    scheduler: Any,
-    scaler: GradScaler | None,
-    loader: Any,
-    random: bool,
-) -> Callable[[], None]:
-    """Return a function that writes the members into the given objects. Damage and mismatches are detected before."""
-    writes = [reader.module(model)]
-    if optimizer is not None:
-        _check_ours("optimizer", optimizer, FusedOptimizer)
-        writes.append(reader.optimizer(optimizer))
-    if scheduler is not None:
-        writes.append(reader.scheduler(scheduler))
-    if scaler is not None:
-        _check_ours("scaler", scaler, GradScaler)
-        writes.append(reader.scaler(scaler))
-    if random:
-        writes.append(reader.random(model))
-    if loader is not None:
-        position = reader.value("loader")
-        if position is None:
-            raise CheckpointError(f"{reader.path} holds no position of a loader")
-        writes.append(partial(loader.load_state_dict, position))
-
-    def write() -> None:
-        for write_part in writes:
-            write_part()
-
-    return write
 
 
 def in_thread(write: Callable[[], Path]) -> Future[Path]:
@@ -294,18 +244,18 @@ def in_thread(write: Callable[[], Path]) -> Future[Path]:
 
     An error is also a warning: the result may never be read.
     """
-    future: Future[Path] = Future()
 
-    def run() -> None:
+    def run() -> Path:
         try:
-            future.set_result(write())
+            return write()
         except BaseException as error:
-            try:
+            with suppress(Warning):
                 warnings.warn(f"a save has failed: {error}", stacklevel=1)
-            finally:
-                future.set_exception(error)
+            raise
 
-    threading.Thread(target=run, name="hfusion checkpoint").start()
+    thread = ThreadPoolExecutor(1, "hfusion checkpoint")
+    future = thread.submit(run)
+    thread.shutdown(wait=False)
     return future
 
 

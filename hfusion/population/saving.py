@@ -13,7 +13,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import GROUPS, OWN, SaveReader
-from hfusion.checkpoint.save import SaveWriter, gather, groups_of, saves_of, writing
+from hfusion.checkpoint.save import SaveWriter, groups_of, saves_of
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
@@ -39,7 +39,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
         table = group.table
         group.settle()
         part = SaveWriter(table.live, {"members": [table["tag"][row] for row in table.live]}, {})
-        gather(part, group.fused, group.optimizer, group.scheduler, group.scaler)
+        part.array(group.fused, group.optimizer, group.scheduler, group.scaler)
         for kind, saved in (("member", table), ("best", group.best)):
             for name, column in saved.columns.items():
                 if isinstance(column, Tensor):
@@ -151,9 +151,7 @@ def load_run(population: Population, saves: Sequence[Saved], loader: Any, random
     first = SaveReader([(saves[0], [0])])
     with wrap_load_errors(first.path):
         if loader is not None:
-            if (position := first.value("loader")) is None:
-                raise CheckpointError(f"{first.path} holds no position of a loader")
-            loader.load_state_dict(position)
+            first.loader(loader)()
         if random:
             first.random(*(group.fused for group in population._groups))()
 
@@ -181,7 +179,8 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
     counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
     """
     with wrap_load_errors(reader.path):
-        writing(reader, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)()
+        for write in reader.array(group.fused, group.optimizer, group.scheduler, group.scaler):
+            write()
         given = group.table["accumulate"].clone()
         for kind, table in (("member", group.table), ("best", group.best)):
             _load_table(reader, f"{OWN}{kind}/", table, dict(tensors(group.fused)))
