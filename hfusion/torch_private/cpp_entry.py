@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfusion.torch_private.replaced_functions import replaced
+
 _NAME = "inductor_entry_cpp"
 _TAKES = re.compile(r"steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\)")
 _GIVES = re.compile(r"num_outputs=(\d+),")
@@ -82,13 +84,11 @@ def _called(function: Any) -> Iterator[types.BuiltinFunctionType]:
     waiting, visited = [function], set[int]()
     while waiting:
         item = waiting.pop()
-        if id(item) in visited:
-            continue
-        visited.add(id(item))
-        if isinstance(item, types.BuiltinFunctionType):
-            yield item
-        for cell in getattr(item, "__closure__", None) or ():
-            waiting.append(cell.cell_contents)
+        if id(item) not in visited:
+            visited.add(id(item))
+            waiting += [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
+            if isinstance(item, types.BuiltinFunctionType):
+                yield item
 
 
 def load_function(path: Path) -> Callable[..., Any]:
@@ -141,6 +141,7 @@ _PLACES, _ENTRY = (Path(__file__).with_name(name) for name in ("row_places.h", "
 @contextmanager
 def with_row_entries() -> Iterator[None]:
     """Context manager: add `hfusion_rows` to programs that Inductor compiles or loads. For one thread at a time."""
+    # Imported late: Inductor takes a second to import.
     from torch._inductor.codecache import CppWrapperCodeCache
 
     original = CppWrapperCodeCache.load_pybinding
@@ -152,13 +153,8 @@ def with_row_entries() -> Iterator[None]:
             main_code = head + _PLACES.read_text() + _MAIN + main + _ENTRY.read_text()
         return original(*args, main_code=main_code, **kwargs)
 
-    CppWrapperCodeCache.load_pybinding = load_pybinding  # type: ignore[method-assign]
-    try:
+    with replaced(CppWrapperCodeCache, {"load_pybinding": load_pybinding}):
         yield
-    finally:
-        del CppWrapperCodeCache.load_pybinding
-        if CppWrapperCodeCache.load_pybinding != original:
-            CppWrapperCodeCache.load_pybinding = original  # type: ignore[method-assign]
 
 
 class CannotPartition(Exception):

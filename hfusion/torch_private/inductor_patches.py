@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +13,62 @@ from torch import Tensor, fx
 from hfusion.torch_private.replaced_functions import replaced
 
 HEADER = Path(__file__).with_name("program.h")
-# The two headers that `HEADER` includes.
-_WRAPPER, _PREFIX = "torch/csrc/inductor/cpp_wrapper/cpu.h", "torch/csrc/inductor/cpp_prefix.h"
+# One of the two headers that `HEADER` includes.
+_WRAPPER = "torch/csrc/inductor/cpp_wrapper/cpu.h"
 
 
 @contextmanager
 def quick_inductor() -> Iterator[None]:
     """Context manager: Inductor compiles the same programs faster. For one thread at a time."""
-    with _dtype_rules_once(), _all_headers_precompiled(), _numbers_stay_tensors():
+    with ExitStack() as stack:
+        for patch in (_dtype_rules_once, _all_headers_precompiled, _numbers_stay_tensors):
+            with suppress(AttributeError, ImportError):
+                stack.enter_context(patch())
         yield
 
 
-@contextmanager
-def _numbers_stay_tensors() -> Iterator[None]:
+def _numbers_stay_tensors() -> AbstractContextManager[None]:
     """Context manager: do not let torch turn 0-dim float64 tensors into Python numbers; programs take tensors only.
 
     If torch specialized one to a number, it would request a new trace, which works only with Dynamo.
     """
     from torch.fx.passes import _tensorify_python_scalars as numbers
 
-    name = "_is_tensorify_enabled"
-    with replaced(numbers, {name: lambda: False} if hasattr(numbers, name) else {}):
-        yield
+    return replaced(numbers, {"_is_tensorify_enabled": lambda: False})
 
 
-@contextmanager
-def _dtype_rules_once() -> Iterator[None]:
+def _dtype_rules_once() -> AbstractContextManager[None]:
     """Context manager: fill the table of dtype rules once, not per operator, a third of torch's Python time."""
-    from torch._inductor import dtype_propagation, utils
-    from torch._inductor.codegen import common
+    from torch._inductor.codegen.common import pointwise_overrides_data
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+    from torch._inductor.utils import op_dtype_propagation_rules
 
-    table: Any = getattr(dtype_propagation, "DtypePropagationOpsHandler", None)
-    sources: list[Any] = [
-        getattr(utils, "op_dtype_propagation_rules", None),
-        getattr(common, "pointwise_overrides_data", None),
-    ]
-    if not hasattr(table, "_instance") or None in sources:
-        yield
-        return
-    fill, filled = table.__init__, [-1]
+    fill, filled = DtypePropagationOpsHandler.__init__, [-1]
 
     def fill_once(self: Any) -> None:
         # Imports of modules may add rules.
-        sizes = [len(source) for source in sources]
+        sizes = [len(op_dtype_propagation_rules), len(pointwise_overrides_data)]
         if sizes != filled:
             fill(self)
             filled[:] = sizes
 
-    with replaced(table, {"__init__": fill_once}):
-        yield
+    return replaced(DtypePropagationOpsHandler, {"__init__": fill_once})
 
 
-@contextmanager
-def _all_headers_precompiled() -> Iterator[None]:
+def _all_headers_precompiled() -> AbstractContextManager[None]:
     """Context manager: precompile both headers of a program. torch precompiles one; the other takes a fifth of the time
     to compile a small program.
     """
-    from torch._inductor import codecache
+    from torch._inductor.codecache import CppWrapperCodeCache
 
-    cache: Any = codecache.CppWrapperCodeCache
-    original = cache.__dict__.get("_get_uncompiled_header")
-    prefix = getattr(codecache, "_get_cpp_prefix_header", None)
-    # Inside a zip import there is no header file.
-    if original is None or prefix is None or prefix("cpu") != _PREFIX or not HEADER.is_file():
-        yield
-        return
+    original = CppWrapperCodeCache._get_uncompiled_header
 
     def header(cls: type, device: str) -> Any:
-        path = original.__get__(None, cls)(device)
-        return str(HEADER) if path == _WRAPPER else path
+        path = original(device)
+        # Inside a zip import there is no header file.
+        return str(HEADER) if path == _WRAPPER and HEADER.is_file() else path
 
-    with replaced(cache, {"_get_uncompiled_header": classmethod(header)}):
-        yield
+    return replaced(CppWrapperCodeCache, {"_get_uncompiled_header": classmethod(header)})
 
 
 # Inductor: compile a graph, and read and set the settings of the process.

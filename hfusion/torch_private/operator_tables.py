@@ -9,7 +9,6 @@ import torch
 from torch._decomp import decomposition_table
 from torch._ops import HigherOrderOperator
 from torch._refs import linspace as decomposed_linspace
-from torch.utils._mode_utils import no_dispatch
 
 # What is imported here for other files.
 __all__ = ["HigherOrderOperator", "decomposed_linspace", "decomposition_table"]
@@ -45,19 +44,13 @@ def correct_lstm_decomposition() -> None:
 
     module: Any = decompositions
     one_layer = getattr(module, "one_layer_lstm", None)
-    if one_layer is None or not _has_extra_dim(one_layer):
+    if one_layer is None:
         return
 
     @wraps(one_layer)
     def corrected(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         y, states = one_layer(inp, hidden, *args, **kwargs)
-        return y, tuple(state.reshape(first.shape) for state, first in zip(states, hidden, strict=True))
+        pairs = zip(states, hidden, strict=True)
+        return y, tuple(last if last.dim() == first.dim() else last.reshape(first.shape) for last, first in pairs)
 
     module.one_layer_lstm = corrected
-
-
-def _has_extra_dim(one_layer: Any) -> bool:
-    with no_dispatch(), torch.no_grad():
-        x, state, weight = (torch.zeros(shape, device="cpu") for shape in [(1, 2, 1), (2, 1), (4, 1)])
-        _, states = one_layer(x, (state, state), (weight, weight), False)
-    return any(last.shape != state.shape for last in states)

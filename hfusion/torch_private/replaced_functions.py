@@ -6,7 +6,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ NUMBER_OPERATORS = tuple(
 
 @contextmanager
 def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: set these attributes of ``owner``, and restore them at the end."""
-    before = {name: vars(owner)[name] for name in values}
+    """Context manager: set these attributes of ``owner``, restore them at the end, and remove those it did not have."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
@@ -36,6 +37,8 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+        for name in values.keys() - before.keys():
+            delattr(owner, name)
 
 
 @contextmanager
@@ -50,16 +53,16 @@ def autograd_functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def autograd_grad_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def autograd_grad_replaced(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> AbstractContextManager[None]:
     """Context manager: wrap the function through which `torch.autograd.grad` calls the engine.
 
     Replacing ``grad`` would miss code that has already imported it, and torch documents no hook for it.
     """
     name = "_engine_run_backward"
     engine = getattr(torch.autograd, name, None)
-    with replaced(torch.autograd, {} if engine is None else {name: wrap(engine)}):
-        yield
+    return replaced(torch.autograd, {} if engine is None else {name: wrap(engine)})
 
 
 @contextmanager
@@ -72,19 +75,16 @@ def number_operators_replaced(wrap: Callable[[Callable[..., Any]], Callable[...,
         yield
 
 
-@contextmanager
 def torch_functions_replaced(
     names: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Context manager: wrap each function ``torch.<name>`` that exists in the installed torch."""
-    with replaced(torch, {name: wrap(name, getattr(torch, name)) for name in names if hasattr(torch, name)}):
-        yield
+    return replaced(torch, {name: wrap(name, getattr(torch, name)) for name in names if hasattr(torch, name)})
 
 
 # Silence torch's tracers: errors are raised anyway. Filters of warnings and loggers belong to the process.
 
 _hub: Any = torch.hub
-_interpreter: Any = interpreter
 
 
 @contextmanager
@@ -93,28 +93,23 @@ def silence_tracers() -> Iterator[None]:
 
     For one thread at a time. To export inside, import ``torch.export._trace`` first, which torch does late.
     """
-    # A new dict if the module is not imported: its import takes long.
-    exporter = vars(sys.modules["torch.export._trace"]) if "torch.export._trace" in sys.modules else {}
-    named_loggers = list(logging.root.manager.loggerDict.items())
+    # The import of the module takes long.
+    exporter: Any = sys.modules.get("torch.export._trace", SimpleNamespace())
     loggers = [
         log
-        for name, log in named_loggers
+        for name, log in list(logging.root.manager.loggerDict.items())
         if name.partition(".")[0] == "torch" and isinstance(log, logging.Logger) and _drop not in log.filters
     ]
-    before = exporter.get("print"), _interpreter.tqdm
     for logger in loggers:
         logger.addFilter(_drop)
     # On a failure, export prints the graph in addition to raising the error.
-    exporter["print"], _interpreter.tqdm = lambda *values, **options: None, _bar
+    unprinted = replaced(exporter, {"print": lambda *values, **options: None})
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with unprinted, replaced(interpreter, {"tqdm": _bar}), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         for logger in loggers:
             logger.removeFilter(_drop)
-        exporter["print"], _interpreter.tqdm = before
-        if before[0] is None:
-            del exporter["print"]
 
 
 @contextmanager
