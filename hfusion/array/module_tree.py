@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hfusion.array.member_views import switch_mode
 from hfusion.capture.export_context import apart
 from hfusion.core.errors import FusionError
-from hfusion.core.exclusive import temporarily
 from hfusion.core.membership import mark, membership
+from hfusion.torch_private.replaced_functions import replaced
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -369,7 +369,7 @@ def _class_with_forward(kind: type[nn.Module], name: str) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if getattr(running, "inside", None) is self:
             return kind.forward(self, *args, **kwargs)
-        with temporarily(running, inside=self):
+        with replaced(running, {"inside": self}):
             return method(self, *args, **kwargs)
 
     namespace = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -89,8 +89,7 @@ def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ..
 def entry_counts(values: Any) -> list[int]:
     """Return the number of members' entries in each stacked argument of ``values``, any nest."""
     leaves = pytree.tree_leaves(values, is_leaf=is_stacked)
-    stacks = [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in leaves if is_per_member(leaf)]
-    return [len(stack) for stack in stacks]
+    return [len(leaf.tensor if is_stacked(leaf) else leaf) for leaf in leaves if is_per_member(leaf)]
 
 
 def is_per_member(leaf: Any) -> bool:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -40,20 +39,15 @@ class ClaimedFolder:
             return True
         try:
             self._handle = os.open(self.path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (FileNotFoundError, BlockingIOError):
             self.drop()
-            return False
         except OSError:
             # Without locks, no process removes it as abandoned either.
             return True
-        if self.path.exists():
-            return True
-        self.drop()
-        return False
+        if not self.path.exists():
+            self.drop()
+        return self._handle is not None
 
     def drop(self) -> None:
         """It is no longer this process's own, or has another name."""
@@ -71,23 +65,15 @@ class ClaimedFolder:
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's folders with this prefix whose process has ended."""
     for path in parent.glob(f"{prefix}*") if fcntl is not None else ():
-        try:
-            status = path.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
+        # An error: it is no folder, or its process runs, or another process is removing it.
+        with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        except OSError:
-            # Another process is removing it.
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue
-        else:
-            # Another process may remove it at the same time.
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(handle)
+            try:
+                if os.fstat(handle).st_uid == os.geteuid():
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def run_folder(parent: Path | None = None) -> ClaimedFolder:

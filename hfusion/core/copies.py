@@ -123,14 +123,19 @@ def _like(copied: Tensor, tensor: Tensor) -> Tensor:
 def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy each range of memory that tensors cover once, but not the whole storage, which may be a data set."""
     spans = [_span(tensor) for tensor in tensors]
+    # Tensors whose stretches of memory overlap.
+    groups: list[list[int]] = []
+    for k in sorted(range(len(tensors)), key=lambda k: spans[k]):
+        group = groups[-1] if groups else []
+        if group and spans[group[0]][0] == spans[k][0] and spans[k][1] < max(spans[g][2] for g in group):
+            group.append(k)
+        else:
+            groups.append([k])
     copied: dict[int, Tensor] = {}
-    group: list[int] = []
-    for k in sorted(range(len(tensors)), key=lambda k: (spans[k][0], spans[k][1])):
-        if group and (spans[group[0]][0] != spans[k][0] or spans[k][1] >= max(spans[g][2] for g in group)):
-            copied |= _copied_stretch(tensors, spans, group)
-            group = []
-        group.append(k)
-    copied |= _copied_stretch(tensors, spans, group)
+    for group in groups:
+        start, end = spans[group[0]][1], max(spans[k][2] for k in group)
+        memory = tensors[group[0]].detach().as_strided((end - start,), (1,), start).clone()
+        copied |= {k: memory.as_strided(tensors[k].shape, tensors[k].stride(), spans[k][1] - start) for k in group}
     return [copied[k] for k in range(len(tensors))]
 
 
@@ -145,14 +150,3 @@ def fills_stretch(tensor: Tensor) -> bool:
     """Return whether a tensor fills the stretch of memory from its first element to its last."""
     _, start, end = _span(tensor)
     return end - start == tensor.numel()
-
-
-def _copied_stretch(
-    tensors: Sequence[Tensor], spans: Sequence[tuple[tuple[int, str], int, int]], group: Sequence[int]
-) -> dict[int, Tensor]:
-    if not group:
-        return {}
-    start, end = spans[group[0]][1], max(spans[k][2] for k in group)
-    first = tensors[group[0]].detach()
-    memory = first.as_strided((end - start,), (1,), start).clone()
-    return {k: memory.as_strided(tensors[k].shape, tensors[k].stride(), spans[k][1] - start) for k in group}

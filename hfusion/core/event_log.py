@@ -42,10 +42,9 @@ class EventLog:
     def __init__(self, root: Path | None, kind: str, **values: object) -> None:
         self._folder = None if root is None else root / LOGS
         self._values = {"kind": kind, **values}
-        self._process_values = {"process": os.getpid(), "node": socket.gethostname()}
-        if "RANK" in os.environ:
-            # Of torchrun, where each rank may train tasks of its own in one folder.
-            self._process_values["rank"] = os.environ["RANK"]
+        # The rank is of torchrun, where each rank may train tasks of its own in one folder.
+        rank = os.environ.get("RANK")
+        self._process_values = {"process": os.getpid(), "node": socket.gethostname(), "rank": rank}
         self._lock = Lock()
         self._continued: set[Path] = set()
 
@@ -54,12 +53,8 @@ class EventLog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._append(RUN, "finished", self._process_values)
-        elif isinstance(error, Exception):
-            self._append(RUN, "failed", {**self._process_values, "error": first_line(error)})
-        else:
-            self._append(RUN, "interrupted", {**self._process_values, "error": first_line(error)})
+        event = "finished" if error is None else "failed" if isinstance(error, Exception) else "interrupted"
+        self._append(RUN, event, {**self._process_values, "error": None if error is None else first_line(error)})
 
     @property
     def writes(self) -> bool:
@@ -153,12 +148,17 @@ def process_start(number: int) -> str | None:
 
     Process ids are reused; an id together with its start time is unique.
     """
+    fields = _properties(number)
+    return fields[19] if fields else None
+
+
+def _properties(number: int) -> list[str]:
+    """Return the state of a process and the numbers behind it, as in ``/proc``; nothing if that is not known."""
     try:
         # The name, in parentheses, may have spaces.
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return fields[19]
+        return []
 
 
 def is_running(number: int, start: str | None) -> bool | None:
@@ -171,11 +171,8 @@ def is_running(number: int, start: str | None) -> bool | None:
         return False
     except PermissionError:
         pass
-    try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state not in "ZX" and start in (None, process_start(number))
+    fields = _properties(number)
+    return not fields or (fields[0] not in "ZX" and start in (None, fields[19]))
 
 
 # Checkpoint folders of runs that were started by ``python -m hfusion run SCRIPT --resume FOLDER``.

@@ -1,7 +1,7 @@
 """One lock for what threads cannot do at the same time: captures, and draws from states that only one task has.
 
 torch's tracers replace functions of the whole process while they run, and torch's random generators belong to the
-process. See "Threads" in docs/forward.md. What a thread has for itself is set for a while by `temporarily`.
+process. See "Threads" in docs/forward.md.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from hfusion.torch_private.export_state import compile_lock
+from hfusion.torch_private.replaced_functions import replaced
 
 
 class FairLock:
@@ -61,17 +61,6 @@ class FairLock:
 tracing = FairLock()
 
 
-@contextmanager
-def temporarily(owner: object, **values: Any) -> Iterator[None]:
-    """Context manager: set attributes of ``owner``, such as a `threading.local`, and restore them at the end."""
-    before = {name: getattr(owner, name, None) for name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)
-
-
 class _CompilingThread(threading.local):
     within: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -81,7 +70,7 @@ _here = _CompilingThread()
 
 def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
     """Context manager: this thread enters ``alone()`` before it waits for the locks of `compiling`."""
-    return temporarily(_here, within=alone)
+    return replaced(_here, {"within": alone})
 
 
 @contextmanager

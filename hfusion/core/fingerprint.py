@@ -9,17 +9,25 @@ import logging
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from hfusion.core.parameter_attributes import marks
-from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, own_attributes, parts, read_attribute
+from hfusion.core.python_values import (
+    IdentityRef,
+    KeyReader,
+    Link,
+    attributes,
+    own_attributes,
+    parts,
+    read_attribute,
+    slots,
+)
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
 from hfusion.torch_private import module_hooks
 
@@ -36,27 +44,6 @@ _FIXED = ("torch", "numpy", "math", "functools", "operator", "itertools", "built
 
 class TooMuch(Exception):
     """The state is too large to read on every call, or has a part that cannot be read."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Alive:
-    """A weak reference to a tensor that compares by identity; unequal to others once the tensor is gone."""
-
-    ref: weakref.ref[Tensor]
-    number: int
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Alive:
-        return _Alive(weakref.ref(tensor), id(tensor))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        held = self.ref()
-        return isinstance(other, _Alive) and held is not None and held is other.ref()
-
-    def __hash__(self) -> int:
-        return self.number
 
 
 def global_hooks() -> tuple[tuple[str, IdentityRef], ...]:
@@ -96,10 +83,8 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
     if isinstance(state, tuple):
         for item in state:
             yield from tensors_of(item)
-    elif isinstance(state, _Alive):
-        held = state.ref()
-        if held is not None:
-            yield held
+    elif isinstance(state, WeakIdRef) and (held := state()) is not None:
+        yield held
 
 
 def root(function: Callable[..., Any]) -> Any:
@@ -124,10 +109,11 @@ class _ClosureReader(KeyReader):
         self._classes = classes
 
     def leaf(self, value: Any, path: str) -> Any:
-        if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, type) and not _is_read(value)):
+        if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, type) and is_installed(value.__module__)):
             return type(value), value
         if isinstance(value, Tensor):
-            key = _Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad
+            # The text comes first, since such a reference compares with others of its kind only.
+            key = "tensor", WeakIdRef(value), 0 if value.is_inference() else value._version, value.requires_grad
             held = marks(value)
             return (*key, self.read(held)) if held else key
         return None
@@ -234,15 +220,8 @@ def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any
             yield from _outside(names.attributes, names, vars(value), visited)
 
 
-class _Bare:
-    """A class whose instances have a ``__dict__`` only; its size is that of instances without slots."""
-
-
-_PLAIN_SIZE = _Bare.__basicsize__
-
-
-def _is_read(value: object) -> bool:
-    return isinstance(value, type) and not is_installed(value.__module__)
+# The size of objects that have a ``__dict__``, and neither slots nor content in C.
+_PLAIN_SIZE = type("Bare", (), {}).__basicsize__
 
 
 def is_installed(module: str | None) -> bool:
@@ -265,12 +244,6 @@ def is_installed_package(module: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def _wraps_for_others(function: types.FunctionType) -> bool:
-    """Return whether ``function`` is a wrapper defined in a library that has the name of the function it wraps."""
-    file = function.__globals__.get("__name__")
-    return file != function.__module__ and not is_user_code(file)
-
-
 def functions_behind(value: Any) -> Iterator[types.FunctionType]:
     """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
     if isinstance(value, staticmethod | classmethod | types.MethodType):
@@ -281,8 +254,11 @@ def functions_behind(value: Any) -> Iterator[types.FunctionType]:
         if is_user_code(value.__module__):
             yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
     elif callable(value) and not isinstance(value, nn.Module):
-        if isinstance(value, types.FunctionType) and not _wraps_for_others(value):
-            yield value
+        if isinstance(value, types.FunctionType):
+            # A wrapper that a library defines may have the module of the function that it wraps.
+            defined_in = value.__globals__.get("__name__")
+            if defined_in == value.__module__ or is_user_code(defined_in):
+                yield value
         yield from functions_behind(own_attributes(value).get("__wrapped__"))
 
 
@@ -299,14 +275,7 @@ def _plain_function(value: Any) -> Any:
 
 def _has_slots(kind: type) -> bool:
     """Return whether objects of a class have slots, or content in C, in addition to their ``__dict__``."""
-    if kind.__basicsize__ > _PLAIN_SIZE or kind.__itemsize__:
-        return True
-    return any(name not in ("__dict__", "__weakref__") for base in kind.__mro__ for name in _slots(base))
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    return kind.__basicsize__ > _PLAIN_SIZE or bool(kind.__itemsize__ or slots(kind))
 
 
 def _fixed(module: str | None) -> bool:
@@ -314,8 +283,7 @@ def _fixed(module: str | None) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _FIXED
 
 
-@dataclass(frozen=True)
-class CodeNames:
+class CodeNames(NamedTuple):
     """The names in a function's code and in the functions inside it, sorted.
 
     Attributes:
@@ -342,36 +310,26 @@ _FLAG_BITS = {"LOAD_GLOBAL": 1, "LOAD_ATTR": int(sys.version_info >= (3, 12)), "
 _NAMING = {op: (dis.opname[op], _FLAG_BITS.get(dis.opname[op], 0)) for op in dis.hasname}
 
 
-def named_by(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """Yield the instructions of ``code`` that name something, each with the name. Much faster than `dis`."""
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> CodeNames:
+    """Return the names in ``code``: an attribute that is called like a global variable is none."""
+    variables, attributes, modules, texts = set[str](), set[str](), set[str](), set[str]()
     extended = 0
+    # Much faster than the functions of `dis`.
     for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         arg = extended | low
         extended = arg << 8 if op == dis.EXTENDED_ARG else 0
         if op in _NAMING:
             opname, flags = _NAMING[op]
-            yield opname, code.co_names[arg >> flags]
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> CodeNames:
-    """Return the names in ``code``: an attribute that is called like a global variable is none."""
-    variables, attributes, modules = set(), set(), set()
-    texts = {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
-    for opname, name in named_by(code):
-        if opname == "IMPORT_NAME":
-            modules.add(name)
-        elif opname.endswith(_OF_VARIABLES):
-            variables.add(name)
-        else:
-            attributes.add(name)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names = names_in(inner)
-            variables.update(names.variables)
-            attributes.update(names.attributes)
-            modules.update(names.modules)
-            texts.update(names.texts)
+            is_variable = opname.endswith(_OF_VARIABLES)
+            names = modules if opname == "IMPORT_NAME" else variables if is_variable else attributes
+            names.add(code.co_names[arg >> flags])
+    for const in code.co_consts:
+        if isinstance(const, str) and const.isidentifier():
+            texts.add(const)
+        elif isinstance(const, types.CodeType):
+            for names, inner in zip((variables, attributes, modules, texts), names_in(const), strict=True):
+                names.update(inner)
     return CodeNames(*(tuple(sorted(names)) for names in (variables, attributes, modules, texts)))
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hfusion.core.exclusive import temporarily
 from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, own_hook
 from hfusion.core.parameter_attributes import keep_marks
@@ -34,6 +33,7 @@ from hfusion.torch_private.autograd_engine import (
     nodes_behind,
 )
 from hfusion.torch_private.dispatch_modes import in_transform
+from hfusion.torch_private.replaced_functions import replaced
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
@@ -52,11 +52,7 @@ def absent_rows(grad: Tensor) -> Tensor | None:
 
 def mark_absent(grad: Tensor | None, rows: Tensor | None) -> None:
     """Store on a gradient the members that `absent_rows` returns."""
-    if rows is not None and grad is not None and rows.any():
-        setattr(grad, _ABSENT, rows)
-        _seen.set()
-    elif hasattr(grad, _ABSENT):
-        delattr(grad, _ABSENT)
+    _store(grad, _ABSENT, rows)
 
 
 def frozen_rows(param: Tensor) -> Tensor | None:
@@ -66,11 +62,15 @@ def frozen_rows(param: Tensor) -> Tensor | None:
 
 def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
     """Store on a stacked parameter the members that `frozen_rows` returns."""
-    if rows is not None and rows.any():
-        setattr(param, _FROZEN, rows)
+    _store(param, _FROZEN, rows)
+
+
+def _store(tensor: Tensor | None, name: str, rows: Tensor | None) -> None:
+    if tensor is not None and rows is not None and rows.any():
+        setattr(tensor, name, rows)
         _seen.set()
-    elif hasattr(param, _FROZEN):
-        delattr(param, _FROZEN)
+    elif hasattr(tensor, name):
+        delattr(tensor, name)
 
 
 def never_reached(leaf: Tensor) -> Tensor | None:
@@ -130,8 +130,7 @@ class _Pass:
 
     def note(self, sink: _Sink, members: int) -> None:
         for leaf in sink.leaves if sink not in self.reached else ():
-            if leaf not in self.previous_grads:
-                self.previous_grads[leaf] = leaf.grad, 0 if leaf.grad is None else leaf.grad._version
+            self.previous_grads.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
         self.reached[sink] = (self.reached.get(sink, 0) | members) & ~sink.excluded
 
     def live(self, sinks: Iterable[_Sink]) -> int:
@@ -182,14 +181,8 @@ def _pass() -> _Pass:
         while len(_passes) >= _MAX_PASSES:
             del _passes[next(iter(_passes))]
         _passes[number] = _Pass()
-        at_end_of_backward(partial(_finish, number))
+        at_end_of_backward(lambda: _passes.pop(number, _Pass()).finish())
     return _passes[number]
-
-
-def _finish(number: int) -> None:
-    backward_pass = _passes.pop(number, None)
-    if backward_pass is not None:
-        backward_pass.finish()
 
 
 class ProgramRun:
@@ -202,11 +195,7 @@ class ProgramRun:
     def took(self, rows: Sequence[Tensor]) -> None:
         """Watch the gradients of ``rows``, the inputs of a looped submodule, one for each member."""
         self._count = len(rows)
-        outputs: dict[Node, list[tuple[int, int]]] = {}
-        for member, row in enumerate(rows):
-            if isinstance(row, Tensor) and row.grad_fn is not None:
-                outputs.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
-        self._watch(_Sink(), outputs)
+        self._watch(_Sink(), [(1 << member, row) for member, row in enumerate(rows) if _has_history(row)])
 
     def gave(self, results: Sequence[Any], members: int | None = None) -> None:
         """End the run: watch the gradients of ``results``, and find the parameters behind all watched values.
@@ -215,11 +204,10 @@ class ProgramRun:
         """
         count = members or self._count
         for result in results if count else ():
-            if isinstance(result, Tensor) and result.grad_fn is not None:
+            if _has_history(result):
                 sink = _Sink()
                 setattr(result, _SINK, sink)
-                mask = mask_of(range(count))
-                self._watch(sink, {result.grad_fn: [(mask, result.output_nr)]})
+                self._watch(sink, [(mask_of(range(count)), result)])
             elif isinstance(result, Listed):
                 self.took(result)
         joined: Any = backward_node(Join)
@@ -232,10 +220,18 @@ class ProgramRun:
                     sink.leaves.add(node.variable)
         self._sinks.clear()
 
-    def _watch(self, sink: _Sink, outputs: dict[Node, list[tuple[int, int]]]) -> None:
+    def _watch(self, sink: _Sink, values: Sequence[tuple[int, Tensor]]) -> None:
+        """Note which gradients of ``values`` arrive; beside each is the mask of its members."""
+        outputs: dict[Any, list[tuple[int, int]]] = {}
+        for mask, value in values:
+            outputs.setdefault(value.grad_fn, []).append((mask, value.output_nr))
         for node, node_outputs in outputs.items():
             node.register_prehook(partial(_arrived, sink, node_outputs))
         self._sinks.append((sink, list(outputs)))
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _arrived(sink: _Sink, outputs: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
@@ -292,7 +288,7 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
         # For an array inside a member of another array, the members of the outer one are tracked.
         tracks = running() is None and torch.is_grad_enabled() and not in_transform()
         program_run = ProgramRun() if tracks else None
-        with temporarily(_active, run=program_run):
+        with replaced(_active, {"run": program_run}):
             results = run(*inputs)
         if program_run is not None:
             program_run.gave(results, members)

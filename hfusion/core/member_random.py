@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.core.exclusive import temporarily
 from hfusion.torch_private.dispatch_modes import in_dispatch_mode
+from hfusion.torch_private.replaced_functions import replaced
 
 
 def draws_random(target: object) -> bool:
@@ -48,7 +48,7 @@ _active = _Active()
 def recording() -> Iterator[list[Tensor]]:
     """Context manager: collect every draw of this thread, in order; each is ``[B, *S]``. Not for nested use."""
     draws: list[Tensor] = []
-    with temporarily(_active, draws=draws):
+    with replaced(_active, {"draws": draws}):
         yield draws
 
 
@@ -151,13 +151,13 @@ def member_seeds() -> MemberSeeds | None:
 def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> AbstractContextManager[None]:
     """Context manager: operators that can draw from ``seeds``, an integer per member, or a function that makes them."""
     if isinstance(seeds, Tensor):
-        return temporarily(_active, source=MemberSeeds(seeds), make=None)
-    return temporarily(_active, source=None, make=seeds)
+        return replaced(_active, {"source": MemberSeeds(seeds), "make": None})
+    return replaced(_active, {"source": None, "make": seeds})
 
 
 def keyed(keys: Tensor | None) -> AbstractContextManager[None]:
     """Context manager: `new_seeds` depends on ``keys``, an integer per member, not on the number of members."""
-    return temporarily(_active, keys=keys)
+    return replaced(_active, {"keys": keys})
 
 
 def new_seeds(members: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -76,17 +77,15 @@ class MemberTable:
     def take(self, rows: Sequence[int], free: int = 0) -> Self:
         """Return a table of copies of ``rows``, which may repeat, and then of ``free`` rows without a member."""
         places = [*rows, *[rows[0]] * free]
-        index: dict[torch.device, Tensor] = {}
-        columns: dict[str, Any] = {}
-        for name, column in self.columns.items():
-            if isinstance(column, Tensor):
-                if column.device not in index:
-                    index[column.device] = torch.tensor(places, device=column.device)
-                columns[name] = column.index_select(0, index[column.device])
-            else:
-                columns[name] = [copy.copy(column[row]) for row in places]
+        index = cache(lambda device: torch.tensor(places, device=device))
         part = copy.copy(self)
-        part.rows, part.columns = len(places), columns
+        part.rows = len(places)
+        part.columns = {
+            name: column.index_select(0, index(column.device))
+            if isinstance(column, Tensor)
+            else [copy.copy(column[row]) for row in places]
+            for name, column in self.columns.items()
+        }
         part.clear(range(len(rows), len(places)))
         return part
 
@@ -98,7 +97,7 @@ class MemberTable:
     def put(self, rows: Sequence[int], other: MemberTable) -> None:
         """Write the first rows of ``other`` over ``rows``; a column that one of the tables lacks is empty there."""
         self.clear(rows, {name.partition("/")[0] for name in self.columns.keys() - other.columns.keys()})
-        index: dict[torch.device, Tensor] = {}
+        index = cache(lambda device: torch.tensor(list(rows), device=device))
         for name, values in other.columns.items():
             if isinstance(values, Tensor):
                 if name not in self.columns:
@@ -106,10 +105,8 @@ class MemberTable:
                 column, values = self.columns[name], values[: len(rows)]
                 if isinstance(rows, range) and rows.start == 0:
                     column[: len(rows)].copy_(values)
-                    continue
-                if column.device not in index:
-                    index[column.device] = torch.tensor(list(rows), device=column.device)
-                column.index_copy_(0, index[column.device], values.to(column.device, column.dtype))
+                else:
+                    column.index_copy_(0, index(column.device), values.to(column.device, column.dtype))
             else:
                 entries = self.columns.setdefault(name, [None] * self.rows)
                 for row, entry in zip(rows, values, strict=False):

@@ -130,9 +130,9 @@ def relative_difference(actual: Tensor, expected: Tensor, least: float = 0.0) ->
     gap = distance(actual, expected)
     if not math.isfinite(gap):
         equal = (actual == expected) | ((actual != actual) & (expected != expected))
-        if bool((~equal & ~(actual.isfinite() & expected.isfinite())).any()):
-            return math.inf
         gap = distance(*(torch.where(equal, torch.zeros_like(tensor), tensor) for tensor in (actual, expected)))
+    if not math.isfinite(gap):
+        return math.inf
     return 0.0 if gap == 0.0 else gap / max(norm(expected), least, torch.finfo(expected.dtype).tiny)
 
 

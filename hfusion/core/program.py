@@ -61,13 +61,13 @@ class Capture:
 
 def writable(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
     """Return the names of the placeholders that a graph may write to."""
-    return of_kind(graph, slots, Kind.BUFFER) | of_kind(graph, slots, Kind.PARAMETER)
+    return of_kind(graph, slots, Kind.BUFFER, Kind.PARAMETER)
 
 
-def of_kind(graph: fx.Graph, slots: Sequence[Slot], kind: Kind) -> frozenset[str]:
-    """The names of the placeholders that stand for tensors of one kind."""
+def of_kind(graph: fx.Graph, slots: Sequence[Slot], *kinds: Kind) -> frozenset[str]:
+    """The names of the placeholders that stand for tensors of some kinds."""
     pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
-    return frozenset(node.name for node, slot in pairs if slot.kind is kind)
+    return frozenset(node.name for node, slot in pairs if slot.kind in kinds)
 
 
 def input_dims(graph: fx.Graph, slots: Sequence[Slot]) -> list[frozenset[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,8 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tens
             _move(stack, changed)
         target = stack
     else:
-        moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
-        target = torch.empty(len(sources), *stack.shape[1:], dtype=stack.dtype, device=stack.device)
-        for start, stop, source in _runs(moves):
-            target[start:stop].copy_(stack[source : source + stop - start])
+        places = [source if isinstance(source, int) else 0 for source in sources]
+        target = stack.index_select(0, torch.tensor(places, device=stack.device))
     for index, value in joining.items():
         if value is None:
             target[index].zero_()
@@ -112,15 +110,6 @@ def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
     aside = {source: stack[source].clone() for source in origins if source in indices}
     for index, source in changed:
         stack[index].copy_(aside.get(source, stack[source]))
-
-
-def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive rows with consecutive sources: ``(start, stop, source)``."""
-    start = 0
-    for k in range(1, len(moves) + 1):
-        if k == len(moves) or moves[k] != (moves[k - 1][0] + 1, moves[k - 1][1] + 1):
-            yield moves[start][0], moves[k - 1][0] + 1, moves[start][1]
-            start = k
 
 
 def blocks_of(members: int, size: int) -> list[range]:

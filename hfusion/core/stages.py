@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -49,10 +50,7 @@ def _write(folder: Path, name: str, text: str) -> None:
     name = re.sub(r"[^\w.-]+", "_", name)
     numbers = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]-*.txt")]
     for number in itertools.count(max(numbers, default=0) + 1):
-        try:
-            with (folder / f"{number:04d}-{name}.txt").open("x") as file:
-                file.write(text + "\n")
+        # Another process may be faster.
+        with suppress(FileExistsError), (folder / f"{number:04d}-{name}.txt").open("x") as file:
+            file.write(text + "\n")
             return
-        except FileExistsError:
-            # Another process was faster.
-            continue

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -305,19 +305,18 @@ def without_autocast(active: Any) -> AbstractContextManager[Any]:
     return stack if active else nullcontext()
 
 
+_ATTENTION = ("flash", "mem_efficient", "math")
+
+
 def attention_kernels() -> list[bool]:
     """Return the enabled attention kernels: flash, memory-efficient, and plain operators."""
-    settings = torch.backends.cuda
-    return [settings.flash_sdp_enabled(), settings.mem_efficient_sdp_enabled(), settings.math_sdp_enabled()]
+    return [getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTION]
 
 
 def use_attention_kernels(flags: Sequence[bool]) -> None:
     """Restore the flags that `attention_kernels` returned."""
-    settings = torch.backends.cuda
-    for enable, flag in zip(
-        (settings.enable_flash_sdp, settings.enable_mem_efficient_sdp, settings.enable_math_sdp), flags, strict=True
-    ):
-        enable(flag)
+    for kernel, flag in zip(_ATTENTION, flags, strict=True):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(flag)
 
 
 def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
@@ -446,41 +445,34 @@ MAX_MOVES = 3
 Recorded = TypeVar("Recorded")
 
 
-class Recordings(Generic[Recorded]):
+class Recordings(dict[Hashable, Recorded]):
     """Recordings by kind of work. ``why``: the reason why nothing more is recorded; empty if recording is enabled."""
 
     def __init__(self, why: str = "") -> None:
+        super().__init__()
         self.why = why
-        self._recordings: dict[Hashable, Recorded] = {}
         self._moves = 0
-
-    def __len__(self) -> int:
-        return len(self._recordings)
 
     @property
     def full(self) -> bool:
-        return len(self._recordings) == MAX_RECORDED
-
-    def get(self, kind: Hashable) -> Recorded | None:
-        """Return the recording of a kind, None if there is none."""
-        return self._recordings.get(kind)
+        return len(self) == MAX_RECORDED
 
     def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
         """Keep the result of ``record``. If it raises, return None and give up recording."""
         try:
-            recording = self._recordings[kind] = record()
+            recording = self[kind] = record()
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             self.why = f"{type(error).__name__}: {first[:300]}"
-            self._recordings.clear()
+            self.clear()
             return None
         return recording
 
     def forget(self) -> None:
         """Drop all recordings, because the tensors have moved."""
-        if not self._recordings:
+        if not self:
             return
-        self._recordings.clear()
+        self.clear()
         self._moves += 1
         if self._moves == MAX_MOVES:
             self.why = f"its tensors have moved {MAX_MOVES} times"
@@ -543,13 +535,9 @@ def _after_fork() -> None:
         lock.__exit__(None, None, None)
 
 
-def _after_fork_in_child() -> None:
-    tracing.forget_waiting()
-    _after_fork()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=tracing.forget_waiting)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 @dataclass
@@ -560,11 +548,8 @@ class Generators:
     states: dict[str, Tensor] = field(default_factory=dict)
 
     @contextmanager
-    def active(self, device: torch.device, *, advance: bool = True) -> Iterator[None]:
-        """Context manager: torch draws from these states; without ``advance`` the states are not updated.
-
-        Other tasks wait for their turn.
-        """
+    def active(self, device: torch.device) -> Iterator[None]:
+        """Context manager: torch draws from these states. Other tasks wait for their turn."""
         with tracing:
             device_backend = backend(device)
             states_before = device_backend.random_states()
@@ -574,8 +559,7 @@ class Generators:
             finally:
                 # A thread that hung may have lost its turn.
                 if tracing.owned:
-                    if advance:
-                        self.states.update(device_backend.random_states())
+                    self.states.update(device_backend.random_states())
                     device_backend.set_random_states(states_before)
 
     def copy(self) -> Generators:

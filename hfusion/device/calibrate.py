@@ -313,13 +313,7 @@ def _call(x: torch.Tensor) -> None:
 
 def _seconds(device: torch.device, run: Callable[[], object], runs: int = _RUNS) -> float:
     """Return the minimum time of some runs in seconds, after one that warms up."""
-    times = []
-    for _ in range(runs + 1):
-        backend(device).wait()
-        start = time.perf_counter()
-        run()
-        backend(device).wait()
-        times.append(time.perf_counter() - start)
+    times = [backend(device).seconds(run) for _ in range(runs + 1)]
     return max(min(times[1:]), 1e-9)
 
 

@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 
-from hfusion.core.exclusive import temporarily
 from hfusion.device import native
+from hfusion.torch_private.replaced_functions import replaced
 
 SOURCE = Path(__file__).with_name("team.c")
 
@@ -159,7 +159,7 @@ def active_team() -> Team | None:
 
 def helped_by(team: Team | None) -> AbstractContextManager[None]:
     """Context manager: kernels that this thread calls may run on the threads of ``team``."""
-    return temporarily(_active, team=team)
+    return replaced(_active, {"team": team})
 
 
 # OpenMP threads, with which torch computes an operator on several cores.
