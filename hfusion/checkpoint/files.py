@@ -296,8 +296,8 @@ def wrap_load_errors(path: Path, problem: str = "cannot be loaded") -> Iterator[
     try:
         yield
     except Exception as error:
-        ours = isinstance(error, CheckpointError)
-        if (ours and str(path.parent) in str(error)) or (isinstance(error, HFusionError) and not ours):
+        ours, named = isinstance(error, CheckpointError), str(path.parent) in str(error)
+        if (ours and named) or (not ours and isinstance(error, HFusionError | Warning)):
             raise
         kind = "" if ours or isinstance(error, OSError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{path} {problem}: {kind}{error}") from error

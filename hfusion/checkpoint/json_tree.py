@@ -104,9 +104,8 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if kind is dict and all(type(key) is str for key in value) and _MARK not in value:
         return {key: encode(item, tensors, f"{where}/{key}") for key, item in value.items()}
     name = _NAMES.get(np.generic if isinstance(value, np.generic) else kind)
-    is_foreign = isinstance(value, np.generic | np.ndarray) and not (
-        value.dtype.name in _NUMPY and value.dtype.isnative
-    )
+    of_numpy = isinstance(value, np.generic | np.ndarray)
+    is_foreign = of_numpy and not (value.dtype.name in _NUMPY and value.dtype.isnative)
     if name is None or is_foreign or (kind is defaultdict and value.default_factory not in _FACTORIES.values()):
         raise CheckpointError(_refusal(value, where))
     return {_MARK: name, "v": encode(_KINDS[name].split(value), tensors, where)}

@@ -1,14 +1,21 @@
-"""hf.save and hf.load: an array, its optimizer and what else belongs to it, on disk and back."""
+"""hf.save and hf.load: an array, its optimizer and what else belongs to it, on disk and back.
+
+All or some members of one or several saves are read. Everything is checked before anything is written. Tensors whose
+key begins with ``members/`` have a row for each member that was saved; all members share the others. In saves of
+populations each group has keys of its own, which begin with ``groups/`` and its number.
+"""
 
 from __future__ import annotations
 
 import os
 import random as python_random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +27,19 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors as tensors_of
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
-from hfusion.checkpoint.json_tree import encode
-from hfusion.checkpoint.reader import (
-    GROUPS,
-    OWN,
-    SaveReader,
-    check_ours,
-    described,
-    devices_of,
-    optimizer_stacks,
-    shared_params,
-)
+from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.errors import CheckpointError
+from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import check_whole_stack, has_rows, is_per_member, member_rows, membership
+from hfusion.core.memory import same_bits
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, state_dtype
 from hfusion.optim.lr_scheduler import PerMember
+
+OWN = "members/"
+GROUPS = "groups/"
 
 Root = str | os.PathLike[str]
 
@@ -94,6 +98,50 @@ def save(
     return files.write(directory, writer.body, writer.tensors, step=step, keep=keep, score=score)
 
 
+def load(
+    directory: Root | Sequence[Root],
+    model: nn.Module,
+    optimizer: FusedOptimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: GradScaler | None = None,
+    loader: Any = None,
+    tags: str | Sequence[str] | None = None,
+    random: bool = True,
+) -> Loaded:
+    """Load members of the save ``directory``, or of the latest save under it, into an array and its optimizer.
+
+    Args:
+        directory: a folder, or several, whose members are combined.
+        model: a fused module with as many members, or a plain model for one member.
+        tags: which members, in the order of the array's rows; by default all.
+        random: restore the states of the random generators.
+
+    Raises:
+        CheckpointError: there is no save, a file is damaged, or it belongs to another model. Nothing has been changed.
+
+    Example:
+        >>> import tempfile, torch, hfusion as hf
+        >>> fused = hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = hf.save(folder, fused)
+        ...     _ = hf.load(folder, hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
+    """
+    reader = read(directory, tags)
+    with wrap_load_errors(reader.path):
+        reader.array(model, optimizer, scheduler, scaler)
+        if random:
+            reader.random(model)
+        if loader is not None:
+            reader.loader(loader)
+        loaded = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
+        reader.write()
+    return loaded
+
+
+# What is saved, and what is read from saves.
+
+
 @dataclass
 class SaveWriter:
     """Collects a save: ``rows`` are the array's rows of the members that are saved."""
@@ -145,14 +193,14 @@ class SaveWriter:
         self.body["module"] = {"stacked": names}
 
     def optimizer(self, optimizer: FusedOptimizer) -> None:
-        check_ours("optimizer", optimizer, FusedOptimizer)
-        for key, stack in optimizer_stacks(optimizer).items():
+        _check_ours("optimizer", optimizer, FusedOptimizer)
+        for key, stack in _optimizer_stacks(optimizer).items():
             self.store_rows(key, stack)
-        for param, name in shared_params(optimizer):
+        for param, name in _shared_params(optimizer):
             for entry, value in optimizer.state.get(param, {}).items():
                 self.store_shared(f"optimizer/state/{name}/{entry}", value)
         begun = encode(optimizer.initial_values, {}, "begun")
-        self.body["optimizer"] = {**described(optimizer), "begun": begun}
+        self.body["optimizer"] = {**_described(optimizer), "begun": begun}
 
     def scheduler(self, scheduler: Any) -> None:
         common = not isinstance(scheduler, PerMember)
@@ -165,7 +213,7 @@ class SaveWriter:
         }
 
     def scaler(self, scaler: GradScaler) -> None:
-        check_ours("scaler", scaler, GradScaler)
+        _check_ours("scaler", scaler, GradScaler)
         state = scaler.state_dict()
         self.body["scaler"] = sorted(state)
         self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
@@ -186,57 +234,340 @@ class SaveWriter:
             "torch": torch.get_rng_state(),
             "python": python_random.getstate(),
             "numpy": np.random.get_state(),
-            "devices": {str(device): backend(device).random_states() for device in devices_of(modules)},
+            "devices": {str(device): backend(device).random_states() for device in _devices_of(modules)},
         }
         self.body["random"] = self.tree("random", state)
+
+
+@dataclass
+class SaveReader:
+    """Members of one or several saves.
+
+    Its methods check what was saved and what it is for, and change nothing; `write` then does what they have noted.
+
+    Attributes:
+        parts: pairs of a save and indices in it, in the members' order.
+        writes: functions that write the saved values.
+    """
+
+    parts: list[tuple[Saved, list[int]]]
+    writes: list[Callable[[], object]] = field(default_factory=list)
+
+    @staticmethod
+    def of(saved: Sequence[Saved], tags: Sequence[str] | None) -> SaveReader:
+        """Return a reader of the members ``tags``, or of all members in the order of the saves.
+
+        Raises:
+            CheckpointError: a member is in no save, or in two.
+        """
+        places: dict[str, tuple[Saved, int]] = {}
+        for save in saved:
+            with wrap_load_errors(save.path):
+                members = save.body["members"]
+                if not isinstance(members, list) or not members or not all(isinstance(name, str) for name in members):
+                    raise CheckpointError(f"{save.path} says that its members are {members!r}: these are no names")
+                for index, name in enumerate(members):
+                    if name in places:
+                        raise CheckpointError(
+                            f"{name!r} is a member in {places[name][0].path} and in {save.path}: a merge wants every "
+                            "member once; load the others by tags=[...]"
+                        )
+                    places[name] = save, index
+        requested = list(places) if tags is None else list(tags)
+        if not requested:
+            raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(places)}")
+        if missing := [name for name in requested if name not in places]:
+            raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(places)}")
+        # Neighbours that are in one save are read together.
+        runs = groupby((places[name] for name in requested), key=lambda place: id(place[0]))
+        grouped = [list(run) for _, run in runs]
+        return SaveReader([(run[0][0], [index for _, index in run]) for run in grouped])
+
+    @property
+    def path(self) -> Path:
+        return self.parts[0][0].path
+
+    @property
+    def tags(self) -> list[str]:
+        return [saved.body["members"][index] for saved, indices in self.parts for index in indices]
+
+    def agreed(self, key: str) -> Any:
+        """Return the value of ``key`` that all saves agree on. Raises CheckpointError if they differ."""
+        first: Any = self.parts[0][0].body.get(key)
+        for saved, _ in self.parts:
+            if saved.body.get(key) != first:
+                raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
+        return first
+
+    def member_rows(self, key: str) -> Tensor:
+        """Return the members' rows of a tensor; a shared one is repeated for each."""
+        return torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
+
+    def shared_tensor(self, key: str) -> Tensor:
+        """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
+        first = self.parts[0][0].tensors[key]
+        for saved, _ in self.parts:
+            if not same_bits(saved.tensors[key], first):
+                raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
+        return first
+
+    def write(self) -> None:
+        """Write all that was read."""
+        for write in self.writes:
+            write()
+
+    def array(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+        """Read the members into an array or a model, and into what trains it; None for what it has not."""
+        self.module(model)
+        for read, part in ((self.optimizer, optimizer), (self.scheduler, scheduler), (self.scaler, scaler)):
+            if part is not None:
+                read(part)
+
+    def module(self, model: nn.Module) -> None:
+        """Read the members into an array, or one into a plain model."""
+        single = not isinstance(model, FusedModule)
+        tensors = dict(tensors_of(model))
+        for saved, _ in self.parts:
+            if odd := sorted(tensors.keys() ^ saved.body["module"]["stacked"].keys()):
+                raise CheckpointError(
+                    f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
+                )
+        if single and len(self.tags) != 1:
+            raise CheckpointError(f"{self.path} holds {self.tags}: say which one the model shall be, tags=[...]")
+        for name, tensor in tensors.items():
+            values = self._values(name, tensor)
+            kinds = [f"{list(t.shape)} {t.dtype}" for t in (values, tensor)]
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(
+                    f"{name} is {kinds[0]} in {self.path}, and {kinds[1]} here: load as many members as there are "
+                    "rows, of the model that was saved"
+                )
+            self.writes.append(partial(tensor.detach().copy_, values))
+
+    def _values(self, name: str, like: Tensor) -> Tensor:
+        """Read a tensor of the module, stacked or shared as ``like`` is.
+
+        A shared tensor is repeated for each member if it is not trained, or if there is one member. Stacked rows
+        become one shared tensor if they are equal. Raises CheckpointError.
+        """
+        mark = membership(like)
+        stacked, several = mark is not None and mark.stacked, len(self.tags) > 1
+        saved_as_stacked = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
+        if saved_as_stacked == {False} and not stacked:
+            return self.shared_tensor(f"module/{name}")
+        if several and like.requires_grad and saved_as_stacked != {stacked}:
+            shown = "each member's own" if stacked else "one for all members"
+            raise CheckpointError(
+                f"{name} is trained and {shown} here, and was not in {self.path}: make models that share as the saved "
+                "ones did"
+            )
+        rows = self.member_rows(f"module/{name}")
+        if stacked:
+            return rows
+        if not all(same_bits(row, rows[0]) for row in rows):
+            raise CheckpointError(
+                f"{name} is one tensor for all members here, and differs between those in {self.path}: make models "
+                "with their own"
+            )
+        return rows[0]
+
+    def optimizer(self, optimizer: FusedOptimizer) -> None:
+        """Read the members' state into an optimizer."""
+        _check_ours("optimizer", optimizer, FusedOptimizer)
+        record = self.agreed("optimizer")
+        if record is None:
+            raise CheckpointError(f"{self.path} holds no optimizer")
+        if odd := _difference(record, _described(optimizer)):
+            raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
+        stop = 0
+        for saved, indices in self.parts:
+            start, stop = stop, stop + len(indices)
+            self.writes.append(partial(optimizer.put, range(start, stop), _optimizer_tables(saved, indices, optimizer)))
+        for param, name in _shared_params(optimizer):
+            prefix = f"optimizer/state/{name}/"
+            keys = [sorted(key for key in saved.tensors if key.startswith(prefix)) for saved, _ in self.parts]
+            if any(saved_keys != keys[0] for saved_keys in keys):
+                raise CheckpointError(
+                    f"{self.path}: {name} is one for all members, and the optimizer has no state of it in some of "
+                    "the saves: merge arrays that have all made a step"
+                )
+            entries = {key.removeprefix(prefix): self.shared_tensor(key).clone() for key in keys[0]}
+            for entry, value in entries.items():
+                _check_entry(self.path, optimizer, param, entry, value.shape)
+                if entry not in optimizer.numbers:
+                    entries[entry] = value.to(param.device)
+            put = partial(optimizer.state.__setitem__, param, entries)
+            self.writes.append(put if entries else partial(optimizer.state.pop, param, None))
+        begun = decode(record["begun"], {})
+        self.writes += [partial(setattr, optimizer, "initial_values", begun), optimizer.forget]
+
+    def scheduler(self, scheduler: Any) -> None:
+        """Read the members' schedules into a scheduler."""
+        if any(saved.body.get("schedule") is None for saved, _ in self.parts):
+            raise CheckpointError(f"{self.path} holds no scheduler")
+        common = not isinstance(scheduler, PerMember)
+        first, indices = self.parts[0]
+        is_whole = len(self.parts) == 1 and indices == list(range(len(first.body["members"])))
+        mixed = any(saved.body["schedule"]["common"] != common for saved, _ in self.parts)
+        if mixed or (common and not is_whole):
+            raise CheckpointError(
+                f"{self.path}: a scheduler of torch such as {first.body['schedule']['kinds'][0]} has one state for all "
+                "members, and loads with all of them only, into one of its class; use hf.optim.lr_scheduler.PerMember"
+            )
+        places = [(first, 0)] if common else [(saved, index) for saved, indices in self.parts for index in indices]
+        for row, (saved, index) in enumerate(places):
+            kind = type(scheduler).__name__ if common else scheduler.kinds[row]
+            saved_kind = saved.body["schedule"]["kinds"][index]
+            if saved_kind != kind:
+                raise CheckpointError(
+                    f"{self.path} holds {saved_kind} for {self.tags[row]!r}, and its scheduler here is {kind}: give "
+                    "the scheduler that it was saved with"
+                )
+            state = decode(saved.body["schedule"]["members"][index], saved.tensors)
+            load = scheduler.load_state_dict if common else partial(scheduler.load_member, row)
+            self.writes.append(partial(load, state))
+
+    def scaler(self, scaler: GradScaler) -> None:
+        _check_ours("scaler", scaler, GradScaler)
+        names = self.agreed("scaler")
+        if names is None:
+            raise CheckpointError(f"{self.path} holds no scaler")
+        state = {name: self.member_rows(f"scaler/{name}") for name in names}
+        begun = self.initial_hyperparameters("scaler begun")
+        self.writes += [partial(scaler.load_state_dict, state), partial(scaler.initial_values.update, begun)]
+
+    def initial_hyperparameters(self, key: str) -> dict[str, float | None]:
+        """Return the hyper-parameters that members started with, by name; None where members differ."""
+        records = [decode(saved.body[key], {}) for saved, _ in self.parts]
+        first = records[0]
+        return {
+            name: first.get(name) if all(values.get(name) == first.get(name) for values in records) else None
+            for name in dict.fromkeys(name for values in records for name in values)
+        }
+
+    def random(self, *models: nn.Module) -> None:
+        """Read the states of the random generators, except of devices that the models do not use."""
+        state: Mapping[str, Any] = self.value("random")
+        # Check the states on temporary generators, so that invalid ones raise before anything is written.
+        torch.Generator().set_state(state["torch"])
+        python_random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        self.writes += [
+            partial(torch.set_rng_state, state["torch"]),
+            partial(python_random.setstate, state["python"]),
+            partial(np.random.set_state, state["numpy"]),
+        ]
+        for device in _devices_of(models):
+            if str(device) in state["devices"]:
+                self.writes.append(partial(backend(device).set_random_states, state["devices"][str(device)]))
+
+    def loader(self, loader: Any) -> None:
+        """Read the position of the first save's loader."""
+        position = self.value("loader")
+        if position is None:
+            raise CheckpointError(f"{self.path} holds no position of a loader")
+        self.writes.append(partial(loader.load_state_dict, position))
+
+    def value(self, key: str) -> Any:
+        """Return the nested value that the first save holds under ``key``."""
+        saved = self.parts[0][0]
+        return decode(saved.body.get(key), saved.tensors)
+
+
+def _check_ours(name: str, value: Any, kind: type) -> None:
+    """Raise CheckpointError for an optimizer or a scaler whose state has no rows."""
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{name} must be of hf.optim, got {type(value).__module__}.{type(value).__qualname__}, whose state has no "
+            "rows. The state of another one can be saved as extra=..."
+        )
+
+
+def _devices_of(models: Sequence[nn.Module]) -> list[torch.device]:
+    return list(dict.fromkeys(tensor.device for model in models for _, tensor in tensors_of(model)))
+
+
+def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
+    """Return the class, parameters and options of an optimizer, which must be the same when it is loaded."""
+    groups = [
+        {
+            "params": [membership_of(param).name for param in group["params"]],
+            "options": encode({key: group[key] for key in optimizer.options}, {}, "options"),
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def _optimizer_stacks(optimizer: FusedOptimizer) -> dict[str, Tensor]:
+    """Return the members' hyper-parameters and state of an optimizer by their keys in a save, to access rows."""
+    tables = optimizer.tables().items()
+    return {f"optimizer/{name}/{key}": stack for name, table in tables for key, stack in table.columns.items()}
+
+
+def _shared_params(optimizer: FusedOptimizer) -> list[tuple[Tensor, str]]:
+    """Return the parameters of an optimizer that several members share, with their names."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(param, membership_of(param).name) for param in params if not membership_of(param).is_own]
+
+
+def _optimizer_tables(saved: Saved, indices: Sequence[int], optimizer: FusedOptimizer) -> dict[str, MemberTable]:
+    """Return the rows of one save as `FusedOptimizer.put` takes them. Raises CheckpointError if they do not fit."""
+    tables = {name: MemberTable(len(indices)) for name in optimizer.tables()}
+    for key in saved.tensors:
+        name, _, column = key.removeprefix(OWN).removeprefix("optimizer/").rpartition("/")
+        if name in tables:
+            tables[name][column] = _rows(saved, key.removeprefix(OWN), indices)
+    for number, group in enumerate(optimizer.param_groups):
+        for hyper in optimizer.hypers:
+            values = tables[f"param group {number}"][hyper.label]
+            if values.shape != (len(indices),) or values.dtype != torch.float64:
+                raise CheckpointError(f"{saved.path}: {hyper.label} has shape {list(values.shape)}")
+            hyper.check(values.tolist())
+        for param in group["params"]:
+            if (table := tables.get(f"state/{membership_of(param).name}")) is None:
+                continue
+            if MASTER_STACK in table and state_dtype(param, group[MASTER_WEIGHTS]) == param.dtype:
+                raise CheckpointError(
+                    f"{saved.path} holds master weights, and the optimizer has none: make it with master_weights=True"
+                )
+            for entry, rows in table.columns.items():
+                _check_entry(saved.path, optimizer, param, entry, rows.shape[1:])
+    return tables
+
+
+def _check_entry(path: Path, optimizer: FusedOptimizer, param: Tensor, entry: str, shape: torch.Size) -> None:
+    """Raise CheckpointError if an entry of the state of a parameter has a wrong shape in each member."""
+    mark = membership_of(param)
+    member_shape = param.shape[1:] if mark.stacked else param.shape
+    if shape != (torch.Size() if entry in optimizer.numbers else member_shape):
+        raise CheckpointError(f"{path}: {entry} of {mark.name} has shape {list(shape)} in each member")
+
+
+def _difference(saved: Any, current: Any) -> str:
+    """Describe the first difference between two optimizers; empty if there is none."""
+    groups, others = saved["groups"], current["groups"]
+    pairs = [(saved["class"], current["class"]), (f"{len(groups)} param groups", f"{len(others)} param groups")]
+    for group, other in zip(groups, others, strict=False):
+        pairs += [(group[key], other[key]) for key in ("options", "params")]
+    return next((f"{old}, not {new}" for old, new in pairs if old != new), "")
+
+
+def _rows(saved: Saved, key: str, indices: Sequence[int]) -> Tensor:
+    """Return the members' rows of a tensor in one save; a shared tensor is expanded to a row for each."""
+    if OWN + key in saved.tensors:
+        return saved.tensors[OWN + key][indices]
+    shared = saved.tensors[key]
+    return shared.expand(len(indices), *shared.shape)
 
 
 def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
     """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
     stacks = {f"module/{name}": tensor.detach() for name, tensor in tensors_of(fused) if has_rows(tensor)}
-    return stacks | optimizer_stacks(optimizer)
+    return stacks | _optimizer_stacks(optimizer)
 
 
-def load(
-    directory: Root | Sequence[Root],
-    model: nn.Module,
-    optimizer: FusedOptimizer | None = None,
-    *,
-    scheduler: Any = None,
-    scaler: GradScaler | None = None,
-    loader: Any = None,
-    tags: str | Sequence[str] | None = None,
-    random: bool = True,
-) -> Loaded:
-    """Load members of the save ``directory``, or of the latest save under it, into an array and its optimizer.
-
-    Args:
-        directory: a folder, or several, whose members are combined.
-        model: a fused module with as many members, or a plain model for one member.
-        tags: which members, in the order of the array's rows; by default all.
-        random: restore the states of the random generators.
-
-    Raises:
-        CheckpointError: there is no save, a file is damaged, or it belongs to another model. Nothing has been changed.
-
-    Example:
-        >>> import tempfile, torch, hfusion as hf
-        >>> fused = hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = hf.save(folder, fused)
-        ...     _ = hf.load(folder, hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
-    """
-    reader = read(directory, tags)
-    with wrap_load_errors(reader.path):
-        writes = reader.array(model, optimizer, scheduler, scaler)
-        if random:
-            writes.append(reader.random(model))
-        if loader is not None:
-            writes.append(reader.loader(loader))
-        loaded = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
-        for write in writes:
-            write()
-    return loaded
+# Saves in the background, and the saves below folders.
 
 
 def in_thread(write: Callable[[], Path]) -> Future[Path]:

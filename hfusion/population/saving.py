@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
-from hfusion.checkpoint.reader import GROUPS, OWN, SaveReader
-from hfusion.checkpoint.save import SaveWriter, groups_of, saves_of
+from hfusion.checkpoint.save import GROUPS, OWN, SaveReader, SaveWriter, groups_of, saves_of
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import member_rows
@@ -151,9 +150,10 @@ def load_run(population: Population, saves: Sequence[Saved], loader: Any, random
     first = SaveReader([(saves[0], [0])])
     with wrap_load_errors(first.path):
         if loader is not None:
-            first.loader(loader)()
+            first.loader(loader)
         if random:
-            first.random(*(group.fused for group in population._groups))()
+            first.random(*(group.fused for group in population._groups))
+        first.write()
 
 
 def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list[Candidates]:
@@ -179,8 +179,8 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
     counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
     """
     with wrap_load_errors(reader.path):
-        for write in reader.array(group.fused, group.optimizer, group.scheduler, group.scaler):
-            write()
+        reader.array(group.fused, group.optimizer, group.scheduler, group.scaler)
+        reader.write()
         given = group.table["accumulate"].clone()
         for kind, table in (("member", group.table), ("best", group.best)):
             _load_table(reader, f"{OWN}{kind}/", table, dict(tensors(group.fused)))

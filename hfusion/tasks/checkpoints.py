@@ -13,8 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.reader import OWN, SaveReader
-from hfusion.checkpoint.save import SaveWriter
+from hfusion.checkpoint.save import OWN, SaveReader, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
 from hfusion.schedule.plan import TaskPlan
@@ -122,16 +121,13 @@ class ArraySaves:
                 )
             if saved["evaluations"] is not None:
                 kept.load_best(saved["best"], reader.path)
-            writes = [reader.module(setup.array), reader.optimizer(setup.optimizer)]
-            if scheduler is not None:
-                writes.append(reader.scheduler(scheduler))
-            elif reader.agreed("schedule") is not None:
+            reader.array(setup.array, setup.optimizer, scheduler, None)
+            if scheduler is None and reader.agreed("schedule") is not None:
                 raise CheckpointError(
                     f"{reader.path} was saved with a scheduler, and the task {setup.task.name!r} has none: give "
                     "it that scheduler, or a new folder"
                 )
-            for write in writes:
-                write()
+            reader.write()
         self._safe = saved["steps"]
         return saved
 
