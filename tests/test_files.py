@@ -40,6 +40,13 @@ def test_no_file_is_long() -> None:
     assert {name for name, length in lengths.items() if length > MAX_LINES} == set()
 
 
+def test_code_in_c_is_installed() -> None:
+    package = ROOT / "hfusion"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["hfusion"]
+    sources = [path.relative_to(package) for kind in ("*.c", "*.h") for path in package.rglob(kind)]
+    assert [path for path in sources if not any(path.match(pattern) for pattern in patterns)] == []
+
+
 def test_every_file_begins_with_what_it_does() -> None:
     first_lines = {path: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in files()}
     assert [path for path, line in first_lines.items() if not line.endswith((".", ":"))] == []

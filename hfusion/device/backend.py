@@ -29,7 +29,7 @@ from hfusion.core.exclusive import tracing
 from hfusion.core.memory import same_bits
 from hfusion.device.device_queues import DeviceQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
 from hfusion.torch_private.dispatch_modes import is_any_autocast_enabled
-from hfusion.torch_private.seeding import seeding_locks, waiting_seeds_kept
+from hfusion.torch_private.export_state import seeding_locks, waiting_seeds_kept
 
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
@@ -327,9 +327,8 @@ def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     backends: Any = torch.backends
-    by_tf32 = [
-        setting.fp32_precision == "tf32" for setting in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
-    ]
+    settings = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+    by_tf32 = [setting.fp32_precision == "tf32" for setting in settings]
     return any(
         rounds and any(part in name for part in parts)
         for name in operators
@@ -460,13 +459,12 @@ class Recordings(dict[Hashable, Recorded]):
     def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
         """Keep the result of ``record``. If it raises, return None and give up recording."""
         try:
-            recording = self[kind] = record()
+            self[kind] = record()
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             self.why = f"{type(error).__name__}: {first[:300]}"
             self.clear()
-            return None
-        return recording
+        return self.get(kind)
 
     def forget(self) -> None:
         """Drop all recordings, because the tensors have moved."""

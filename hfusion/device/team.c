@@ -215,7 +215,7 @@ int64_t team_run(void *address, Piece piece, void *work, int64_t pieces, int joi
     return failed;
 }
 
-/* The rows [start, start + rows) of an array's step, by a program of that many members; see hfusion/torch_private/cpp_entry.py. */
+/* The rows [start, start + rows) of an array's step, by a program of that many members; see hfusion/torch_private/inductor.py. */
 typedef int (*Program)(void *const *tensors, const char *stacked, int64_t inputs, int64_t start, int64_t rows,
                        char *const *outputs, const int64_t *bytes, int64_t count, char *message, int64_t room);
 

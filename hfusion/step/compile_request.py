@@ -32,7 +32,7 @@ from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
 from hfusion.device.backend import attention_kernels, use_attention_kernels
 from hfusion.step.step_graph import StepCall, StepSource
-from hfusion.torch_private.inductor_patches import changed_values, under_values
+from hfusion.torch_private.inductor import changed_values, under_values
 
 _PLAIN = (bool, int, float, str, type(None))
 

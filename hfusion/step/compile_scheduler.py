@@ -23,7 +23,7 @@ from hfusion.step.parallel_blocks import BlockPartition
 from hfusion.step.program_cache import BlockProgram, NoProgram
 from hfusion.step.step_graph import ProgramMismatch, StepCall, StepSource
 from hfusion.step.step_signatures import StepVariant, Trial
-from hfusion.torch_private.cpp_entry import CannotPartition
+from hfusion.torch_private.inductor import CannotPartition
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16

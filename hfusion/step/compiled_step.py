@@ -27,8 +27,7 @@ from hfusion.passes.align import scalars
 from hfusion.passes.inductor_rewrites import copy_overlapping_writes
 from hfusion.step.program_cache import BlockProgram, NoProgram
 from hfusion.step.step_graph import StepCall, StepGraph, StepSource, Tensors, captured_dims, trace, written_inputs
-from hfusion.torch_private.cpp_entry import entry_of, with_row_entries
-from hfusion.torch_private.inductor_patches import compile_graph, last_pass, quick_inductor
+from hfusion.torch_private.inductor import compile_graph, entry_of, last_pass, quick_inductor, with_row_entries
 from hfusion.torch_private.replaced_functions import silence_tracers
 
 # The most looped calls of a forward that are compiled as one program: with 32, a CNN took 1.3 times as long.

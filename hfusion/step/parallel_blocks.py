@@ -2,7 +2,7 @@
 
 Each thread repeatedly takes the next block that no thread has started. Results do not depend on which thread computes a
 block. Python's work per step does not grow with the number of blocks: it passes the addresses of the input stacks, of
-which each block reads its rows (``cpp_entry.py``), and of the memory for losses and gradients.
+which each block reads its rows (``inductor.py``), and of the memory for losses and gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hfusion.passes.cost.price import Model
 from hfusion.step.compiled_step import BlocksStep, StepProgram, clear, too_many_kinds
 from hfusion.step.recorded_step import recorded
 from hfusion.step.step_graph import StepCall
-from hfusion.torch_private.cpp_entry import CannotPartition, handles_of, row_entry, tensors_of
+from hfusion.torch_private.inductor import CannotPartition, handles_of, row_entry, tensors_of
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 

@@ -30,7 +30,7 @@ from hfusion.core import errors
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed
 from hfusion.device.native import load_copy, processor
-from hfusion.torch_private.cpp_entry import NativeEntry, load_function
+from hfusion.torch_private.inductor import NativeEntry, load_function
 
 # The most bytes in the cache; the oldest programs are deleted first.
 MAX_FOLDER = 1 << 30

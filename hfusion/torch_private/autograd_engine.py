@@ -17,11 +17,10 @@ _engine: Any = torch._C._autograd
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 # The call by which exported graphs enter and leave `torch.no_grad`.
 set_grad_enabled: Any = torch._C._set_grad_enabled
-
-
-def backward_id() -> int:
-    """Return the number of the backward pass that this thread is in, -1 outside of one."""
-    return torch._C._current_graph_task_id()
+# Returns the number of the backward pass that this thread is in, -1 outside of one.
+backward_id = torch._C._current_graph_task_id
+# Returns whether `torch.profiler` records.
+is_profiling: Callable[[], bool] = _engine._profiler_enabled
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -67,11 +66,6 @@ def backward_node(function: type[torch.autograd.Function]) -> type:
     """Return the class of the nodes that ``function`` adds to graphs."""
     node: type = function._backward_cls
     return node
-
-
-def is_profiling() -> bool:
-    """Return whether `torch.profiler` records."""
-    return bool(_engine._profiler_enabled())
 
 
 @contextmanager

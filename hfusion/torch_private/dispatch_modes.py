@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, overrides
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
-from torch._dispatch.python import enable_python_dispatcher
+from torch._C import DisableTorchFunction as DisableTorchFunction
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._mode_utils import no_dispatch
+from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
-# What is imported here for other files.
-__all__ = [
-    "DataDependentOutputException",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "UnsupportedFakeTensorException",
-    "detect_fake_mode",
-    "disable_current_modes",
-    "enable_python_dispatcher",
-    "enter_autocast",
-    "exit_autocast",
-    "no_dispatch",
-]
+# What is imported here for other files, under other names than torch's.
+__all__ = ["disable_current_modes", "enter_autocast", "exit_autocast"]
 
 
 class PreDispatchMode(SchemaCheckMode):
@@ -61,10 +46,8 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def function_modes() -> list[TorchFunctionMode]:
-    """Return the active `TorchFunctionMode` objects of this thread, the outermost first."""
-    modes: list[TorchFunctionMode] = overrides._get_current_function_mode_stack()
-    return modes
+# Returns the active `TorchFunctionMode` objects of this thread, the outermost first.
+function_modes: Callable[[], list[TorchFunctionMode]] = overrides._get_current_function_mode_stack
 
 
 def replace_function_modes(modes: list[TorchFunctionMode]) -> None:
@@ -78,9 +61,8 @@ def replace_function_modes(modes: list[TorchFunctionMode]) -> None:
 # Autocast: whether it is on for any device, and the calls that enter and leave it in exported graphs.
 
 
-def is_any_autocast_enabled() -> bool:
-    """Return whether autocast is on for devices of any type in this thread."""
-    return torch._C._is_any_autocast_enabled()
+# Returns whether autocast is on for devices of any type in this thread.
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 # Tensors without values, by which torch infers shapes.
@@ -173,9 +155,8 @@ def vmap_fallback_refused() -> Iterator[None]:
         _functorch._set_vmap_fallback_enabled(before)
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a transform of torch.func has wrapped ``tensor``."""
-    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+# Returns whether a transform of torch.func has wrapped a tensor.
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The state of the process and the thread that tracing changes: by `torch.export`, and by Dynamo."""
+"""The state of the process and the thread that tracing and seeding change: by `torch.export`, Dynamo, and seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._functorch import predispatch
 from torch._guards import tracing
 from torch.utils import _pytree as pytree
@@ -20,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.torch_private.dispatch_modes import detect_fake_mode
 from hfusion.torch_private.replaced_functions import replaced
-
-# What is imported here for other files.
-__all__ = ["TensorGuards"]
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 MODULES_BELOW_CODE = frozenset({"torch.overrides", "torch._tensor", "torch._subclasses.fake_tensor"})
@@ -156,3 +153,32 @@ def sparing_dynamo(mode: ModeClass) -> ModeClass:
     dispatch: Any = without_dynamo(mode.__torch_dispatch__)
     mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
     return mode
+
+
+# The lock of `torch.manual_seed`, and the seeds that it keeps for accelerators that are not in use yet.
+
+
+def seeding_locks() -> list[Any]:
+    """Return the locks that `torch.manual_seed` takes."""
+    modules = (torch.cuda, torch.xpu, torch.mtia)
+    return [module._initialization_lock for module in modules if hasattr(module, "_initialization_lock")]
+
+
+@contextmanager
+def waiting_seeds_kept() -> Iterator[None]:
+    """Context manager: an accelerator's first use takes the seed that it would have taken without the seeds set inside.
+
+    torch keeps only the last seed of such a device.
+    """
+    modules = [module for module in (torch.cuda, torch.xpu, torch.mtia) if not module.is_initialized()]
+    trackers = [dict(vars(module._lazy_seed_tracker)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, tracker in zip(modules, trackers, strict=True):
+            if module.is_initialized():
+                # It was first used inside.
+                for call in filter(None, tracker["call_order"]):
+                    call[0]()
+            else:
+                vars(module._lazy_seed_tracker).update(tracker)

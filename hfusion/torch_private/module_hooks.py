@@ -19,12 +19,7 @@ from hfusion.torch_private.replaced_functions import replaced
 # What is imported here for other files.
 __all__ = ["Orthogonal", "has_global_hooks"]
 
-_TABLES = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
+_TABLES = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
 def global_hooks() -> list[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
@@ -14,10 +15,8 @@ from torch._refs import linspace as decomposed_linspace
 __all__ = ["HigherOrderOperator", "decomposed_linspace", "decomposition_table"]
 
 
-def operator_names() -> list[str]:
-    """Return the names of all operators, such as ``aten::add.Tensor``."""
-    names: list[str] = torch._C._dispatch_get_all_op_names()
-    return names
+# Returns the names of all operators, such as ``aten::add.Tensor``.
+operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 
 
 def is_composite(name: str) -> bool:

@@ -53,9 +53,7 @@ def autograd_functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def autograd_grad_replaced(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> AbstractContextManager[None]:
+def autograd_grad_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
     """Context manager: wrap the function through which `torch.autograd.grad` calls the engine.
 
     Replacing ``grad`` would miss code that has already imported it, and torch documents no hook for it.

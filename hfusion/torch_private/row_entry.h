@@ -1,4 +1,4 @@
-/* Put behind the C++ of a program by hfusion/torch_private/cpp_entry.py: an entry for threads without Python's lock,
+/* Put behind the C++ of a program by hfusion/torch_private/inductor.py: an entry for threads without Python's lock,
    which computes a block of members and writes their rows of the results. */
 
 #include <cstdio>

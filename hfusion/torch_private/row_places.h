@@ -1,4 +1,4 @@
-/* Put before the C++ of a program by hfusion/torch_private/cpp_entry.py: its results come to lie where they belong.
+/* Put before the C++ of a program by hfusion/torch_private/inductor.py: its results come to lie where they belong.
 
    A program always allocates the same tensors in the same order. The first call of each thread shows which allocations
    become results. Later calls place these directly if the address is 64-byte aligned, as torch's memory is: bits must

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.torch_private import autograd_engine, dispatch_modes, export_state, replaced_functions
-from hfusion.torch_private.inductor_patches import quick_inductor
+from hfusion.torch_private.inductor import quick_inductor
 from hfusion.torch_private.replaced_functions import silence_tracers
 from tests.test_files import ROOT, files
 
@@ -327,6 +327,19 @@ def test_a_backward_pass() -> None:
     y.backward()
     assert order == ["hook", "leaf", "end"]
     assert autograd_engine.backward_id() == -1
+
+
+def test_attributes_that_were_not_there_go_again() -> None:
+    class Base:
+        kind = "inherited"
+
+    class Own(Base):
+        name = "before"
+
+    before = dict(vars(Own))
+    with replaced_functions.replaced(Own, {"kind": "put", "name": "put", "new": "put"}):
+        assert (Own.kind, Own.name, vars(Own)["new"]) == ("put", "put", "put")
+    assert dict(vars(Own)) == before
 
 
 def test_replaced_functions() -> None:
