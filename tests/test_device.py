@@ -197,7 +197,7 @@ NAMED = re.compile(r"cuda|\bxpu\b|\bmps\b|\bhip\b|nccl", re.IGNORECASE)
 WHY = {
     "hfusion/device/backend.py": "asks devices, and records graphs of CUDA and ROCm, which torch.accelerator refuses",
     "hfusion/torch_private/export_state.py": "asks devices that were not used yet for the seeds that wait for them",
-    "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
+    "hfusion/core/fingerprint.py": "lists the settings that forward may ask for",
     "hfusion/bench/contact_benchmark.py": "reports the settings of a GPU, and the tests that need one",
     "hfusion/cluster/process_executor.py": "carries the flags of torch.backends to other processes",
 }

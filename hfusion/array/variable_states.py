@@ -16,8 +16,7 @@ from hfusion.capture.reachable_code import names_in_torch
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
-from hfusion.core.fingerprint import global_hooks
-from hfusion.core.torch_settings import RANDOM_STATE, read_settings
+from hfusion.core.fingerprint import RANDOM_STATE, global_hooks, read_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS, active_autocast
 from hfusion.torch_private.module_hooks import Orthogonal, caches_parametrizations
 

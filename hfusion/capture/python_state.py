@@ -30,7 +30,7 @@ from hfusion.capture.reachable_code import (
 )
 from hfusion.capture.registered_tensors import is_array
 from hfusion.core.errors import FusionError
-from hfusion.core.fingerprint import is_user_code
+from hfusion.core.fingerprint import asked_settings, is_user_code
 from hfusion.core.memory import same_values
 from hfusion.core.python_values import (
     CONTAINERS,
@@ -49,7 +49,6 @@ from hfusion.core.python_values import (
     slots,
     walk,
 )
-from hfusion.core.torch_settings import asked_settings
 
 MUTABLE_CONTAINERS = (list, dict, set, deque)
 VALUES = (*PLAIN, *MUTABLE_CONTAINERS, Tensor)

@@ -26,20 +26,18 @@ class FairLock:
         self._depth = 0
 
     def __enter__(self) -> None:
-        if self._owner != threading.get_ident():
+        if not self.owned:
             with self._next:
                 self._lock.acquire()
             self._owner = threading.get_ident()
         self._depth += 1
 
     def __exit__(self, *raised: object) -> None:
-        if self._owner != threading.get_ident():
-            # Another thread has taken it away.
-            return
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self._lock.release()
+        # If not, another thread has taken it away.
+        if self.owned:
+            self._depth -= 1
+            if not self._depth:
+                self.take_from(self._owner)
 
     @property
     def owned(self) -> bool:

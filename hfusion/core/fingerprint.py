@@ -7,9 +7,10 @@ import functools
 import inspect
 import logging
 import operator
+import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from hfusion.core.python_values import (
     read_attribute,
     slots,
 )
-from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
 from hfusion.torch_private import module_hooks
 
 MAX_VALUES = 2000
@@ -136,11 +136,8 @@ class _ClosureReader(KeyReader):
             return value.__func__.__code__, self.read(value.__func__), self.read(value.__self__)
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | logging.Logger):
             return IdentityRef(value)
-        if (
-            read_attribute(value, "__dict__", None) is None
-            or isinstance(value, types.ModuleType)
-            or _has_slots(type(value))
-        ):
+        has_attributes = read_attribute(value, "__dict__", None) is not None
+        if not has_attributes or isinstance(value, types.ModuleType) or _has_slots(type(value)):
             raise TooMuch
         called = [inspect.getattr_static(value, "__call__", None)]
         for base in type(value).__mro__:
@@ -151,23 +148,14 @@ class _ClosureReader(KeyReader):
 
     def _data(self, kind: type) -> Any:
         """The variables of a class that are data, and those of its bases."""
-        return tuple(
-            [
-                (name, self.read(value))
-                for base in kind.__mro__
-                if not is_installed(base.__module__)
-                for name, value in list(vars(base).items())
-                if isinstance(value, _DATA) and not name.startswith("__")
-            ]
-        )
+        held = [(n, v) for n, v in _variables(kind) if isinstance(v, _DATA) and not n.startswith("__")]
+        return tuple([(name, self.read(value)) for name, value in held])
 
     def _class(self, kind: type) -> Any:
         """Read a class: the functions and variables of it and its bases."""
-        bases = [base for base in kind.__mro__ if not is_installed(base.__module__)]
         held = [
             (name, value)
-            for base in bases
-            for name, value in list(vars(base).items())
+            for name, value in _variables(kind)
             if (callable(value) or not name.startswith("__")) and not isinstance(value, _DESCRIPTORS)
             # Constructors have run already.
             if not (name == "__init__" and issubclass(kind, nn.Module))
@@ -183,13 +171,9 @@ class _ClosureReader(KeyReader):
             outside += _outside(names.attributes, names, vars(module), set())
         if not names.all.isdisjoint(RANDOM_STATE):
             raise TooMuch
-        settings = asked_settings(names.all)
+        settings = read_settings(asked_settings(names.all))
         held = [part for part in attributes(function) if not (part[0] is Link.ATTRIBUTE and part[1].startswith("__"))]
-        return (
-            self.compound(function.__code__, held, ""),
-            self.read(outside),
-            read_settings(settings) if settings else None,
-        )
+        return self.compound(function.__code__, held, ""), self.read(outside), settings
 
     def _modules(self, whole: nn.Module) -> Any:
         """A module and those below it: where they stand, what they are, and which of their tensors are one."""
@@ -207,6 +191,12 @@ class _ClosureReader(KeyReader):
         own_code = type(module) if self._classes else type(module).forward
         forward = None if _fixed(type(module).__module__) else self.read(own_code)
         return (module.training, kinds, forward, self.read(hooks), self.compound(None, held, ""))
+
+
+def _variables(kind: type) -> list[tuple[str, Any]]:
+    """Return what a class and its bases hold, but for those of torch and Python."""
+    bases = [base for base in kind.__mro__ if not is_installed(base.__module__)]
+    return [variable for base in bases for variable in list(vars(base).items())]
 
 
 def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any], visited: set[int]) -> Iterator[Any]:
@@ -337,3 +327,65 @@ def imported_modules(code: types.CodeType) -> list[types.ModuleType]:
     """The modules that ``code`` imports by absolute names, as far as they have been imported, but for fixed ones."""
     loaded = (sys.modules.get(name) for name in names_in(code).modules)
     return [module for module in loaded if module is not None and not _fixed(module.__name__)]
+
+
+# Settings of torch and the process that code can read: a program of such code is valid while they are unchanged.
+
+
+def _workers() -> tuple[int, int] | None:
+    """Return the rank of this process and the number of processes; None without a process group."""
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if ready else None
+
+
+def _backends(*settings: str) -> Callable[[], Any]:
+    """Return a function that reads settings below torch.backends."""
+    return functools.partial(operator.attrgetter(*settings), torch.backends)
+
+
+_FUNCTIONS = (
+    "are_deterministic_algorithms_enabled",
+    "get_default_device",
+    "get_deterministic_debug_mode",
+    "get_float32_matmul_precision",
+    "get_num_interop_threads",
+    "get_num_threads",
+    "is_anomaly_check_nan_enabled",
+    "is_anomaly_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+    "is_inference_mode_enabled",
+    "is_warn_always_enabled",
+)
+_KERNELS = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
+
+SETTINGS: Mapping[str, Callable[[], Any]] = {
+    **{name: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
+    **{name: getattr(torch.backends.cuda, name) for name in _KERNELS if hasattr(torch.backends.cuda, name)},
+    **dict.fromkeys(
+        ("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+        lambda: tuple(map(torch.get_autocast_dtype, ("cpu", "cuda", "xpu", "mps"))),
+    ),
+    **dict.fromkeys(("is_initialized", "get_rank", "get_world_size"), _workers),
+    "benchmark": _backends("cudnn.benchmark"),
+    "deterministic": _backends("cudnn.deterministic", "mkldnn.deterministic"),
+    "allow_tf32": _backends("cuda.matmul.allow_tf32", "cudnn.allow_tf32"),
+    "enabled": _backends("cudnn.enabled", "mkldnn.enabled", "opt_einsum.enabled"),
+    "get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
+    **dict.fromkeys(("environ", "getenv"), lambda: tuple(os.environ.items())),
+}
+"""Functions that read settings, by the name that code uses for them."""
+
+
+RANDOM_STATE = frozenset({"initial_seed", "get_rng_state"})
+"""Functions that return the state of random numbers, which differs at every call."""
+
+
+def asked_settings(names: Collection[str]) -> tuple[Callable[[], Any], ...]:
+    """Return functions that read the settings which code with these ``names`` in it may read."""
+    return tuple(dict.fromkeys(read for name, read in SETTINGS.items() if name in names))
+
+
+def read_settings(settings: Collection[Callable[[], Any]]) -> tuple[Any, ...]:
+    """Return the present values of ``settings``, hashable."""
+    return tuple([read() for read in settings])

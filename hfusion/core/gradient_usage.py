@@ -259,9 +259,8 @@ class Join(torch.autograd.Function):
         if not any(missing):
             return grad.unbind()
         absent = _zero_rows(grad, torch.tensor(missing, device="cpu")).tolist()
-        return tuple(
-            None if unused and zero else row for row, unused, zero in zip(grad.unbind(), missing, absent, strict=True)
-        )
+        rows = zip(grad.unbind(), missing, absent, strict=True)
+        return tuple(None if unused and zero else row for row, unused, zero in rows)
 
 
 _active = threading.local()
@@ -332,26 +331,22 @@ class RowParameter(nn.Parameter):
             # Torch checks the shape, dtype and device.
             _LEAF_GRAD.__set__(self, value)
             _LEAF_GRAD.__set__(self, None)
-        if stack.grad is None:
-            if value is None:
-                return
-            stack.grad = torch.zeros_like(stack)
-            absent = torch.ones(len(stack), dtype=torch.bool, device="cpu")
-        else:
-            before = absent_rows(stack.grad)
-            absent = torch.zeros(len(stack), dtype=torch.bool, device="cpu") if before is None else before.clone()
-            if stack.grad.layout is not torch.strided:
-                stack.grad = stack.grad.to_dense()
+        whole = stack.grad
+        if whole is None and value is None:
+            return
+        before = None if whole is None else absent_rows(whole)
+        absent = torch.full((len(stack),), whole is None, device="cpu") if before is None else before.clone()
+        stack.grad = torch.zeros_like(stack) if whole is None else whole.to_dense()
         target = stack.grad.detach()[row]
         absent[row] = value is None
         if value is None:
             target.zero_()
         elif value.data_ptr() != target.data_ptr():
-            target.copy_(value.to_dense() if value.layout is not torch.strided else value)
+            target.copy_(value.to_dense())
         if absent.all():
             stack.grad = None
-            return
-        mark_absent_until_next(stack, absent)
+        else:
+            mark_absent_until_next(stack, absent)
 
     @grad.deleter
     def grad(self) -> None:
@@ -373,10 +368,7 @@ class RowParameter(nn.Parameter):
             move(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = _alone(self, self.detach().clone(memory_format=torch.preserve_format))
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return _alone(self, self.detach().clone(memory_format=torch.preserve_format))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         alone = keep_marks(_alone(self, self.detach()), self)

@@ -9,11 +9,12 @@ then depend neither on the number of other members nor on which of them a progra
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,6 @@ _WORD = (1 << 32) - 1
 _GOLDEN = 0x9E3779B9
 
 
-# Two integers of 32 bits for each member, from which the numbers of one draw follow.
-Keys: TypeAlias = tuple[Tensor, Tensor]
-
-
 @dataclass(eq=False)
 class MemberSeeds:
     """Random numbers of members, computed only from ``seeds``, an integer for each, and from the numbers' positions.
@@ -82,8 +79,11 @@ class MemberSeeds:
     seeds: Tensor
     count: int = 0
 
-    def keys(self) -> Keys:
-        """Return the keys of one draw: the member's seed and the number of the draw, hashed."""
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Return two integers of 32 bits for each member, from which the numbers of one draw follow.
+
+        They are the hashed seed of the member and the number of the draw.
+        """
         self.count += 1
         # The number of the draw, times a constant that spreads it over a word.
         offset = self.count * _GOLDEN % (1 << 32)
@@ -92,33 +92,21 @@ class MemberSeeds:
 
     def uniform(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Return uniform numbers in [0, 1), ``shape`` is ``[B, *S]``; 53 bits for float64, 24 for other dtypes."""
-        size = 1
-        for length in shape[1:]:
-            size = size * length
-        indices = torch.arange(size, device=self.seeds.device).view(1, *shape[1:])
-        return uniform_at(self.keys(), indices, dtype)
+        indices = torch.arange(math.prod(shape[1:]), device=self.seeds.device).view(1, *shape[1:])
+        keys = self.keys()
+        low, high = (key.view(-1, *[1] * (len(shape) - 1)) for key in keys)
+        numbers = _hashed((indices + low) & _WORD)
+        first = _hashed(numbers ^ high)
+        if dtype is not torch.float64:
+            return (first >> 8).to(torch.float32) * 2.0**-24
+        second = _hashed(numbers ^ _stored(_hashed(keys[1] ^ _GOLDEN)).view_as(high))
+        return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
 
     def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Return normal numbers ``[B, *S]``, the inverse of the distribution function at uniform numbers."""
         bits = 53 if dtype is torch.float64 else 24
         numbers: Tensor = torch.special.ndtri(self.uniform(shape, dtype) + 0.5 * 2.0**-bits)
         return numbers
-
-
-def uniform_at(keys: Keys, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute some of the numbers of a draw.
-
-    Args:
-        keys: the keys of the draw, from `MemberSeeds.keys`.
-        indices: positions ``[1, *S]`` into a member's numbers.
-    """
-    low, high = (key.view(-1, *[1] * (indices.dim() - 1)) for key in keys)
-    numbers = _hashed((indices + low) & _WORD)
-    first = _hashed(numbers ^ high)
-    if dtype is not torch.float64:
-        return (first >> 8).to(torch.float32) * 2.0**-24
-    second = _hashed(numbers ^ _stored(_hashed(keys[1] ^ _GOLDEN)).view_as(high))
-    return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
 
 
 def _stored(keys: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ from hfusion.torch_private.dispatch_modes import is_wrapped
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain strided one, without a subclass or wrapper."""
-    is_strided = (type(tensor) in (Tensor, nn.Parameter) or user_class(tensor) is not None) and (
-        tensor.layout is torch.strided
-    )
-    return is_strided and not tensor.is_conj() and not tensor.is_neg()
+    is_known = type(tensor) in (Tensor, nn.Parameter) or user_class(tensor) is not None
+    return is_known and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -71,11 +69,9 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 def overlap(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two plain tensors overlap in memory."""
-    if (
-        not (is_plain(tensor) and is_plain(other))
-        or tensor.device != other.device
-        or not (tensor.numel() and other.numel())
-    ):
+    if not (is_plain(tensor) and is_plain(other) and tensor.device == other.device):
+        return False
+    if not (tensor.numel() and other.numel()):
         return False
     (first, end), (start, last) = _extent(tensor), _extent(other)
     if not (first < last and start < end):

@@ -49,12 +49,7 @@ class Patience:
     """
 
     def __init__(
-        self,
-        patience: int,
-        *,
-        mode: Literal["min", "max"] = "min",
-        least: float = 0.0,
-        restore_best: bool = False,
+        self, patience: int, *, mode: Literal["min", "max"] = "min", least: float = 0.0, restore_best: bool = False
     ) -> None:
         if patience < 0 or mode not in ("min", "max") or not least >= 0:
             raise ValueError(f"patience={patience}, mode={mode!r}, least={least}: at least 0, min or max, at least 0")

@@ -203,10 +203,8 @@ def describe_value(example: Any, layout: Layout | None, members: int) -> str:
 def source_line(node: fx.Node) -> str:
     """``file.py:12`` of the member's code, its innermost line outside torch and hfusion; empty if unknown."""
     locations = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace", "") or "")
-    user_locations = [
-        (file, line) for file, line in locations if "/torch/" not in file and "/hfusion/array/" not in file
-    ]
-    file, line = (user_locations or locations or [("", "")])[-1]
+    outside = [place for place in locations if "/torch/" not in place[0] and "/hfusion/array/" not in place[0]]
+    file, line = (outside or locations or [("", "")])[-1]
     return f"{file.rsplit('/', 1)[-1]}:{line}" if file else ""
 
 

@@ -128,14 +128,10 @@ def attributes(value: Any, without: Container[str] = ()) -> list[Part]:
     held = list(own_attributes(value).items())
     named: list[Part] = [(Link.ATTRIBUTE, name, item) for name, item in held if name not in without]
     if isinstance(value, types.FunctionType):
-        cells = [(Link.CELL, name, cell.cell_contents) for name, cell in filled_cells(value)]
-        return cells + [(Link.DEFAULT, name, item) for name, item in default_arguments(value).items()] + named
+        return _closure(value) + [(Link.DEFAULT, name, item) for name, item in default_arguments(value).items()] + named
     if isinstance(value, types.MethodType):
         return [(Link.ATTRIBUTE, "__self__", value.__self__), *named]
-    names = [
-        *slots(type(value)),
-        *(name for kind, held_in_c in _C_ATTRIBUTES if isinstance(value, kind) for name in held_in_c),
-    ]
+    names = slots(type(value)) + [name for kind, in_c in _C_ATTRIBUTES if isinstance(value, kind) for name in in_c]
     read = [(Link.ATTRIBUTE, name, read_attribute(value, name, _ABSENT)) for name in names]
     return named + [part for part in read if part[2] is not _ABSENT]
 
@@ -165,15 +161,14 @@ def slots(kind: type) -> list[str]:
     return _slots.setdefault(kind, list(dict.fromkeys(names)))
 
 
-def filled_cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
-    """Return the variables of a function's closure that have a value, by name."""
-    cells = []
+def _closure(function: types.FunctionType) -> list[Part]:
+    """Return the variables of a function's closure that have a value."""
+    cells: list[Part] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            cell.cell_contents  # noqa: B018
+            cells.append((Link.CELL, name, cell.cell_contents))
         except ValueError:
             continue
-        cells.append((name, cell))
     return cells
 
 

@@ -11,6 +11,7 @@ import secrets
 import stat
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -38,12 +39,10 @@ def cache_folder() -> Path:
 def lasts() -> bool:
     """Return whether files in the cache folder are visible to later processes."""
     folder = _preferred_folder()
-    try:
+    with suppress(OSError):
         if folder is not None:
             _make(folder)
             return os.access(folder, os.W_OK)
-    except OSError:
-        pass
     return False
 
 

@@ -201,14 +201,12 @@ def _cached_rates(
     Raises what ``measure`` does.
     """
     path = cache_file(kind, description)
-    rates = _read(path, description, names)
-    if rates is not None:
-        return rates, ""
+    if (kept := _read(path, description, names)) is not None:
+        return kept, ""
     rates = measure()
     # Another process may have measured at the same time: all use the rates that were stored first.
-    first = _read(path, description, names)
-    if first is not None:
-        return first, ""
+    if (kept := _read(path, description, names)) is not None:
+        return kept, ""
     try:
         write(path, json.dumps({"machine": description, "rates": rates}, indent=1).encode())
     except OSError as error:
@@ -244,8 +242,15 @@ def _measure_computing(device: torch.device) -> dict[str, float]:
         x, y = (torch.zeros(count, device=device, dtype=torch.float32) for _ in range(2))
         operand = torch.ones(4, device=device, dtype=torch.float32)
         product = seconds(lambda: a @ b)
-        if not large:
-            _check_undisturbed(product, lambda: seconds(lambda: a @ b))
+        threads = torch.get_num_threads()
+        if not large and threads > 1:
+            with torch_threads(1):
+                alone = seconds(lambda: a @ b)
+            if alone < _DISTURBED * product:
+                raise BusyMachine(
+                    f"other programs are at work, and {threads} threads multiply matrices {product / alone:.1f} times "
+                    "as slowly as one; until a process finds the machine idle, the rates of a reference machine hold"
+                )
         return {
             "flops": 2 * n**3 / product,
             **{name: 2 * n**3 / _half_seconds(device, a, b, name, product) for name in _HALF},
@@ -264,20 +269,6 @@ def _half_seconds(device: torch.device, a: torch.Tensor, b: torch.Tensor, name: 
     # Processors without instructions for the dtype take up to a hundred times as long: one run is enough.
     first = _seconds(device, lambda: x @ y, runs=1)
     return first if first > _SLOW * product else _seconds(device, lambda: x @ y)
-
-
-def _check_undisturbed(together: float, measure: Callable[[], float]) -> None:
-    """Raise BusyMachine if ``measure()`` on one thread is faster than ``together``, its seconds on all threads."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return
-    with torch_threads(1):
-        alone = measure()
-    if alone < _DISTURBED * together:
-        raise BusyMachine(
-            f"other programs are at work, and {threads} threads multiply matrices {together / alone:.1f} times as "
-            "slowly as one; until a process finds the machine idle, the rates of a reference machine hold"
-        )
 
 
 def _measure_moving(device: torch.device, disk: Path) -> dict[str, float]:

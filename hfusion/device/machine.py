@@ -76,9 +76,7 @@ class Device:
         name = device if name is None else name
         if not name or any(character.isspace() for character in name):
             raise PlanError(f"device {name!r}: a name is one word without spaces")
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "memory", parse_bytes(memory))
+        vars(self).update(device=device, name=name, memory=parse_bytes(memory))
 
     @property
     def physical(self) -> torch.device:
@@ -116,9 +114,7 @@ class Machine:
         for name in names:
             if names.count(name) > 1:
                 raise PlanError(f"{names.count(name)} devices are named {name!r}: give each its own name")
-        object.__setattr__(self, "devices", tuple(devices))
-        object.__setattr__(self, "host", parse_bytes(host))
-        object.__setattr__(self, "disk", Path(disk))
+        vars(self).update(devices=tuple(devices), host=parse_bytes(host), disk=Path(disk))
 
     @staticmethod
     def detect(disk: str | Path = "spill/") -> Machine:

@@ -68,9 +68,8 @@ class WorkerProcess:
         others = [self._pipe, *(sibling._pipe for sibling in siblings)] if method == "fork" else []
         # A daemon could not have processes of its own, such as the workers of a DataLoader.
         daemon = method == "fork"
-        self._process = context.Process(
-            target=_serve, args=(worker_pipe, others, serve, os.getpid()), name=name, daemon=daemon
-        )
+        arguments = worker_pipe, others, serve, os.getpid()
+        self._process = context.Process(target=_serve, args=arguments, name=name, daemon=daemon)
         # Python warns of forks in a process with threads, which `why_no_fork` has checked.
         unwarned = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
         with unwarned if method == "fork" else _main_left_out():
@@ -261,13 +260,10 @@ class _MessagePickler(pickle.Pickler):
         if is_plain_tensor(value):
             return tensor_as_bytes(value)
         if isinstance(value, type | types.FunctionType):
-            module, name = value.__module__, value.__qualname__
-            try:
-                is_original = _named(module, name) is value
-            except (AttributeError, ImportError):
-                is_original = False
-            if not is_original:
-                return _named, (module, name)
+            with suppress(AttributeError, ImportError):
+                if _named(value.__module__, value.__qualname__) is value:
+                    return NotImplemented
+            return _named, (value.__module__, value.__qualname__)
         return NotImplemented
 
 

@@ -22,8 +22,8 @@ from hfusion.capture.attribute_fingerprint import python_attributes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.calls import entry_counts, stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer, NonFiniteError
+from hfusion.core.fingerprint import SETTINGS
 from hfusion.core.member_table import MemberTable
-from hfusion.core.torch_settings import SETTINGS
 from hfusion.device.backend import active_autocast, backend
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import Failure, Parent, WorkerProcess, close_workers, why_no_fork
