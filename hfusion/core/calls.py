@@ -177,9 +177,6 @@ class Ragged:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in self._tensors)
         return f"Ragged({len(self)} members: {'/'.join(sorted(dtypes))} {shapes})"
 
-    def __reduce__(self) -> Any:
-        return Ragged, (self._tensors,)
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Tensor | int | float | complex):
             _refuse("==")

@@ -59,11 +59,7 @@ class FairLock:
 tracing = FairLock()
 
 
-class _CompilingThread(threading.local):
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-_here = _CompilingThread()
+_here = threading.local()
 
 
 def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
@@ -74,5 +70,5 @@ def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Abstr
 @contextmanager
 def compiling() -> Iterator[None]:
     """Context manager to trace and compile. Dynamo's lock comes first: compilations under Dynamo hold it already."""
-    with _here.within(), compile_lock(), tracing:
+    with getattr(_here, "within", nullcontext)(), compile_lock(), tracing:
         yield

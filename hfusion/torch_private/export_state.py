@@ -1,4 +1,4 @@
-"""The state of the process and the thread that tracing and seeding change: by `torch.export`, Dynamo, and seeds."""
+"""The state of the process and the thread that `torch.export`, Dynamo and seeding change."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def import_exporter() -> Any:
     return import_module("torch.export._trace")
 
 
-@contextmanager
-def module_stack_unwound() -> Iterator[None]:
+def module_stack_unwound() -> AbstractContextManager[None]:
     """Context manager: an error in a submodule leaves the tracer's stack of modules as it was before the call.
 
     Otherwise code that catches the error fails with "Unexpected key ..., expected ..." at the next return of a module.
@@ -48,13 +47,11 @@ def module_stack_unwound() -> Iterator[None]:
         before = len(tracer.module_stack)
         try:
             return call_module(tracer, *args, **kwargs)
-        except BaseException:
+        finally:
             while len(tracer.module_stack) > before:
                 tracer.module_stack.popitem()
-            raise
 
-    with replaced(_ModuleStackTracer, {"call_module": called}):
-        yield
+    return replaced(_ModuleStackTracer, {"call_module": called})
 
 
 @contextmanager

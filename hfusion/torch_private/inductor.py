@@ -251,8 +251,7 @@ _MAIN = "void inductor_entry_impl("
 _PLACES, _ENTRY = (Path(__file__).with_name(name) for name in ("row_places.h", "row_entry.h"))
 
 
-@contextmanager
-def with_row_entries() -> Iterator[None]:
+def with_row_entries() -> AbstractContextManager[None]:
     """Context manager: add `hfusion_rows` to programs that Inductor compiles or loads. For one thread at a time."""
     # Imported late: Inductor takes a second to import.
     from torch._inductor.codecache import CppWrapperCodeCache
@@ -267,8 +266,7 @@ def with_row_entries() -> Iterator[None]:
             main_code = head + _PLACES.read_text() + _MAIN + main + _ENTRY.read_text()
         return original(*args, main_code=main_code, **kwargs)
 
-    with replaced(CppWrapperCodeCache, {"load_pybinding": load_pybinding}):
-        yield
+    return replaced(CppWrapperCodeCache, {"load_pybinding": load_pybinding})
 
 
 class CannotPartition(Exception):

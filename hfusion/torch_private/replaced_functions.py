@@ -41,16 +41,14 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
             delattr(owner, name)
 
 
-@contextmanager
-def autograd_functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
+def autograd_functions_replaced(apply: Callable[..., Any]) -> AbstractContextManager[None]:
     """Context manager: call ``apply(original, function, *args)`` whenever code applies a `torch.autograd.Function`."""
     original = vars(torch.autograd.Function)["apply"]
 
     def called(cls: type, *args: Any, **kwargs: Any) -> Any:
         return apply(original.__get__(None, cls), cls, *args, **kwargs)
 
-    with replaced(torch.autograd.Function, {"apply": classmethod(called)}):
-        yield
+    return replaced(torch.autograd.Function, {"apply": classmethod(called)})
 
 
 def autograd_grad_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
