@@ -27,7 +27,7 @@ from hfusion.device import native
 from hfusion.device.backend import Generators, accelerators, backend, random_states_kept
 from hfusion.device.cache import MAX_BYTES, cache_folder, read_sealed, write_sealed
 from hfusion.device.machine import Device, Machine, parse_bytes
-from hfusion.device.team import library, team
+from hfusion.device.team import SOURCE, team
 from hfusion.ops import rnn
 from hfusion.optim import native_kernels as kernels
 
@@ -261,7 +261,7 @@ def test_code_of_a_stranger_does_not_run(seven: Path, compiler: list[str], tmp_p
 
 
 # Threads that do the pieces of one work.
-needs_library = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
+needs_library = pytest.mark.skipif(isinstance(native.library(SOURCE), str), reason=str(native.library(SOURCE)))
 
 Piece = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int64)
 

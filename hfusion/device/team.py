@@ -43,14 +43,9 @@ class PieceError(RuntimeError):
         self.piece = piece
 
 
-def library() -> ctypes.CDLL | str:
-    """Return the library that runs the threads, or the reason why there is none."""
-    return native.library(SOURCE)
-
-
 @cache
 def _functions() -> ctypes.CDLL:
-    handle = library()
+    handle = native.library(SOURCE)
     assert not isinstance(handle, str), handle
     handle.team_make.argtypes, handle.team_make.restype = [_INTEGER, _INTEGER, ctypes.POINTER(_Setting)], _POINTER
     for function in (handle.team_work, handle.team_close):

@@ -23,8 +23,8 @@ from hfusion.compiler.compiled_program import BoundProgram
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import new_seeds
 from hfusion.core.program import Kind
-from hfusion.device.native import core_cache
-from hfusion.device.team import PieceError, Team, address_of, library, team, torch_threads
+from hfusion.device.native import core_cache, library
+from hfusion.device.team import SOURCE, PieceError, Team, address_of, team, torch_threads
 from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
@@ -289,7 +289,7 @@ def block_size(forward: BoundProgram, threads: int) -> int:
 
 
 def _without_threads() -> str:
-    team_library = library()
+    team_library = library(SOURCE)
     return team_library if isinstance(team_library, str) else ""
 
 
