@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, NamedTuple
@@ -400,19 +399,6 @@ class Field:
     shape: torch.Size
     dtype: torch.dtype
 
-    @cached_property
-    def count(self) -> int:
-        return self.shape.numel()
-
-    @cached_property
-    def bytes(self) -> int:
-        return self.count * self.dtype.itemsize
-
-    @cached_property
-    def room(self) -> int:
-        """The bytes of the tensor, rounded up to the alignment."""
-        return -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
-
 
 @dataclass(frozen=True)
 class BufferLayout:
@@ -426,16 +412,9 @@ class BufferLayout:
         fields, sizes = [], dict.fromkeys(STATE, 0)
         for section in STATE:
             for name, tensor in tensors[section].items():
-                field = Field(name, section, sizes[section], tensor.shape, tensor.dtype)
-                fields.append(field)
-                sizes[section] += field.room
+                fields.append(Field(name, section, sizes[section], tensor.shape, tensor.dtype))
+                sizes[section] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return BufferLayout(tuple(fields), tuple(sizes.values()))
-
-    @cached_property
-    def _neighbours(self) -> list[tuple[Section, list[Field]]]:
-        """Runs of consecutive fields with the same section and dtype."""
-        grouped = groupby(self.fields, key=lambda field: (field.section, field.dtype))
-        return [(section, list(fields)) for (section, _), fields in grouped]
 
     def buffers(self, buffer: Tensor) -> dict[Section, Tensor]:
         """Split a buffer that holds all sections one after the other."""
@@ -448,14 +427,14 @@ class BufferLayout:
         as a write to all.
         """
         tensors: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
-        for section, fields in self._neighbours:
-            if section in buffers:
-                start, size = fields[0].offset, fields[0].dtype.itemsize
-                rooms = [field.room for field in fields]
-                run = buffers[section][start : start + sum(rooms)].view(fields[0].dtype)
-                for field, piece in zip(fields, run.unsafe_split_with_sizes([r // size for r in rooms]), strict=True):
-                    unpadded = field.room == field.bytes
-                    tensors[section][field.name] = (piece if unpadded else piece[: field.count]).view(field.shape)
+        for entry in self.fields:
+            if entry.section in buffers:
+                buffer = buffers[entry.section]
+                start = (int(buffer.storage_offset()) + entry.offset) // entry.dtype.itemsize
+                tensor = torch.empty(0, dtype=entry.dtype, device=buffer.device)
+                # Without strides the tensor is contiguous, which torch's stubs leave out.
+                tensor.set_(buffer.untyped_storage(), start, entry.shape)  # type: ignore[call-overload]
+                tensors[entry.section][entry.name] = tensor
         return tensors
 
 

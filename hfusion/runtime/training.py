@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from threading import Condition
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, never_reached, watched
 from hfusion.core.membership import Membership, mark
 from hfusion.core.program import Kind
-from hfusion.core.tree import contains, leaves, map_leaves
+from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import Generators, backend
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.recipe import Recipe, Source
@@ -168,7 +167,8 @@ class Training:
             source = self._source if unit.phase is Phase.FORWARD else self._evaluation
             assert source is not None
             recipe = self._read(source, device, gate)
-            self._boundary.start_minibatch(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
+            self._boundary.inputs = dict(zip(recipe.inputs, self._batch.inputs, strict=True))
+            self._boundary.makers = recipe.makers
         with gate.computing():
             if unit.phase is Phase.FORWARD:
                 self._forward(unit.shard, device)
@@ -218,10 +218,10 @@ class Training:
         self._boundary.leave()
         for shard, before in self._buffer_snapshots.items():
             if before and not isinstance(before, Bundle):
-                self._buffer_snapshots[shard], more = spill(before, None, pinned=self.state.pinned)
+                self._buffer_snapshots[shard], more = spill(before, pinned=self.state.pinned)
                 moves += more
         if self._grads:
-            self._parked, more = spill(self._grads, None, pinned=self.state.pinned)
+            self._parked, more = spill(self._grads, pinned=self.state.pinned)
             moves += more
             self._grads = {}
         return moves
@@ -247,7 +247,9 @@ class Training:
             self._buffer_snapshots[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self.generators.copy()
         inputs = self._boundary.take(part.takes, device)
-        with self._drawing(self.generators, device), nullcontext() if is_last else forgetting():
+        # No backward follows a shard that will be recomputed, so autograd saves nothing for it.
+        forgetting = nullcontext() if is_last else saved_tensors_hooks(lambda tensor: None, _never)
+        with self._drawing(self.generators, device), forgetting:
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
@@ -420,22 +422,20 @@ class BoundaryStore:
     """Stores the values that parts exchange. One thread may load values for a shard while another computes.
 
     ``pinned``: use page-locked host memory.
+
+    Attributes:
+        inputs: the inputs of the present minibatch.
+        makers: the part, by index, that computes each other value.
     """
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._inputs: Mapping[str, Any] = {}
-        self._makers: Mapping[str, int] = {}
+        self.inputs: Mapping[str, Any] = {}
+        self.makers: Mapping[str, int] = {}
         self._values: dict[str, Any] = {}
         self._fresh: dict[int, dict[str, Any]] = {}
         self._bundles: dict[int, Bundle] = {}
         self._entries: dict[int, dict[str, Any]] = {}
-        # Host memory of earlier minibatches for reuse, by the part that computed the values.
-        self._old: dict[int, Bundle] = {}
-
-    def start_minibatch(self, inputs: Mapping[str, Any], makers: Mapping[str, int]) -> None:
-        """Begin a minibatch. ``inputs``: its inputs; ``makers``: the part, by index, that computes each other value."""
-        self._inputs, self._makers = inputs, makers
 
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """Return the values ``names`` on the device, as new autograd leaves."""
@@ -445,7 +445,7 @@ class BoundaryStore:
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
         """Allocate the values ``names`` for the backward of ``shard``. Return the copies that fill them."""
-        computed_names = [name for name in names if name not in self._inputs]
+        computed_names = [name for name in names if name not in self.inputs]
         self._entries[shard], moves = self._find(computed_names, device)
         return moves
 
@@ -474,7 +474,7 @@ class BoundaryStore:
         fresh = self._fresh.pop(shard, None)
         if fresh is None:
             return []
-        self._bundles[shard], moves = spill(fresh, self._old.pop(shard, None), pinned=self._pinned)
+        self._bundles[shard], moves = spill(fresh, pinned=self._pinned)
         return moves
 
     def leave(self) -> None:
@@ -482,11 +482,10 @@ class BoundaryStore:
         self._values = {}
 
     def clean(self, shard: int) -> None:
-        """Forget the values that ``shard`` computed. Their host memory is kept for reuse."""
+        """Forget the values that ``shard`` computed."""
         self._entries.pop(shard, None)
-        if shard in self._bundles:
-            self._old[shard] = self._bundles.pop(shard)
-        self._values = {name: value for name, value in self._values.items() if self._makers.get(name) != shard}
+        self._bundles.pop(shard, None)
+        self._values = {name: value for name, value in self._values.items() if self.makers.get(name) != shard}
 
     def _find(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
         """Return the values ``names`` on the device, and the copies that must be made before they are used."""
@@ -496,12 +495,12 @@ class BoundaryStore:
         missing: dict[int, list[str]] = {}
         moves: list[Move] = []
         for name in names:
-            if name in self._inputs:
+            if name in self.inputs:
                 results[name] = self._of_batch(name, device)
             elif name in values:
                 results[name] = values[name]
             else:
-                missing.setdefault(self._makers[name], []).append(name)
+                missing.setdefault(self.makers[name], []).append(name)
         for maker, missing_names in missing.items():
             restored, copies = restore(self._bundles[maker], missing_names, device)
             results |= restored
@@ -510,7 +509,7 @@ class BoundaryStore:
 
     def _of_batch(self, name: str, device: torch.device) -> Any:
         """Return an input of the minibatch on the device."""
-        return map_leaves(self._inputs[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+        return map_leaves(self.inputs[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 # Values that cross cuts: nests of tensors and numbers, moved storage by storage so that strides and sharing survive.
@@ -534,44 +533,27 @@ class Bundle:
     storages: tuple[torch.UntypedStorage, ...]
     values: Mapping[str, Any]
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of the storages."""
-        return tuple(storage.nbytes() for storage in self.storages)
 
-    @cached_property
-    def comparable(self) -> bool:
-        """True if equality implies identical bits, which does not hold for 0.0 and -0.0."""
-        return not contains(self.values, (float, complex))
-
-
-def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> tuple[Bundle, list[Move]]:
+def spill(values: Mapping[str, Any], *, pinned: bool) -> tuple[Bundle, list[Move]]:
     """Allocate host memory for ``values``. Return the bundle, and the copies that fill it.
 
-    Tensors that share a storage share it again when restored. ``before``: a bundle that is not needed any more. If its
-    layout is the same, it is reused and returned.
+    Tensors that share a storage share it again when restored.
     """
     numbers: dict[int, int] = {}
     sources: list[torch.UntypedStorage] = []
-    sizes: list[int] = []
 
     def view(tensor: Tensor) -> StorageView:
         storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        number = numbers.get(address) if size else None
+        number = numbers.get(storage.data_ptr()) if storage.nbytes() else None
         if number is None:
-            number = numbers[address] = len(sources)
+            number = numbers[storage.data_ptr()] = len(sources)
             sources.append(storage)
-            sizes.append(size)
         offset = int(tensor.storage_offset())
         return StorageView(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
 
     views = {name: map_leaves(value, Tensor, view) for name, value in values.items()}
-    if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == views:
-        bundle = before
-    else:
-        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu") for size in sizes]
-        bundle = Bundle(tuple(buffer.untyped_storage() for buffer in buffers), views)
+    buffers = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=pinned, device="cpu") for s in sources]
+    bundle = Bundle(tuple(buffer.untyped_storage() for buffer in buffers), views)
     return bundle, list(map(Move, bundle.storages, sources))
 
 
@@ -582,7 +564,7 @@ def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple
     def tensor(view: StorageView) -> Tensor:
         storage = moved.get(view.storage)
         if storage is None:
-            size = bundle.sizes[view.storage]
+            size = bundle.storages[view.storage].nbytes()
             storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
         result = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
         return result.requires_grad_(view.requires_grad)
@@ -608,11 +590,6 @@ def tracked(values: Mapping[str, Any]) -> dict[str, Tensor]:
         for index, leaf in enumerate(leaves(value, Tensor))
         if leaf.requires_grad
     }
-
-
-def forgetting() -> saved_tensors_hooks:
-    """Context manager: autograd saves no tensors, since no backward will follow."""
-    return saved_tensors_hooks(lambda tensor: None, _never)
 
 
 def _never(packed: object) -> Tensor:

@@ -60,10 +60,6 @@ class _Job:
     lane: _Lane | None = None
     over: Event = field(default_factory=Event)
 
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.started
-
 
 class _Lane(Thread):
     """The thread of a lane, with its own queue on the device."""

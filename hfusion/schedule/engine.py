@@ -56,7 +56,7 @@ class _Run:
 class _Visit:
     """A unit that a device runs, or runs next. ``tickets``: its computations that have begun and not ended.
 
-    ``seconds``: total of its ended actions; ``empty``: nothing is computed because the task was stopped.
+    ``empty``: nothing is computed because the task was stopped.
     """
 
     run: _Run
@@ -67,7 +67,6 @@ class _Visit:
     started: bool = False
     goes_on: bool = False
     empty: bool = False
-    seconds: float = 0.0
 
     @property
     def load(self) -> Ticket | None:
@@ -190,8 +189,6 @@ class Engine:
         device.allocated -= action.frees
         if computes:
             assert visit is not None
-            # Exclude saves: seconds are kept per kind of unit, and only some units of a kind are saved.
-            visit.seconds += ticket.seconds if action.act is not Act.SAVE else 0.0
             del visit.tickets[ticket]
             if not visit.tickets:
                 self._leave_visit(device, visit)
@@ -202,7 +199,6 @@ class Engine:
 
     def _leave_visit(self, device: _DeviceState, visit: _Visit) -> None:
         """Handle the end of a unit's computing: its task waits, unless it continues on this device."""
-        self._dispatcher.measured(visit.run.number, visit.unit, visit.seconds)
         if self._over(visit.run.number):
             self._stop(device, visit.run)
         if not visit.goes_on:
@@ -235,19 +231,15 @@ class Engine:
         """Let idle devices, in order, begin waiting tasks that fit."""
         still = []
         while self._idle and self._dispatcher.has_waiting():
-            number = heappop(self._idle)
-            if not self._engage(self._devices[number]):
-                still.append(number)
+            device = self._devices[heappop(self._idle)]
+            chosen = self._dispatcher.choose(device.budget, None)
+            if chosen is None:
+                still.append(device.number)
+            else:
+                self._queue(device, self._runs[chosen])
+                self._advance(device)
         for number in still:
             heappush(self._idle, number)
-
-    def _engage(self, device: _DeviceState) -> bool:
-        """Let an idle device begin a waiting task that fits. Return whether there is one."""
-        chosen = self._dispatcher.choose(device.budget, None)
-        if chosen is not None:
-            self._queue(device, self._runs[chosen])
-            self._advance(device)
-        return chosen is not None
 
     def _advance(self, device: _DeviceState) -> None:
         """Begin the actions of a device that are ready."""
@@ -258,22 +250,19 @@ class Engine:
             visit = device.current
             if visit is None:
                 return
-            if not visit.submitted and self._can_begin(device, visit, visit.actions.takes):
+            # It can begin once its shard is loading, and the bytes it takes are free.
+            if not visit.submitted and visit.load is not None and device.fits(visit.actions.takes):
                 device.take(visit.actions.takes)
                 self._compute(device, visit)
             if visit.started or not visit.submitted or visit.load is None or not visit.load.done:
                 break
             self._start(device, visit)
         queued = device.queued
-        if queued is not None and not queued.submitted and visit.started:
-            more = max(0, queued.actions.takes - visit.frees)
-            if self._can_begin(device, queued, more):
-                self._compute(device, queued)
-                device.note()
-
-    def _can_begin(self, device: _DeviceState, visit: _Visit, size: int) -> bool:
-        """Return whether the unit's shard is loaded or loading, and the bytes it takes are free."""
-        return visit.load is not None and device.fits(size)
+        if queued is None or queued.submitted or queued.load is None or not visit.started:
+            return
+        if device.fits(max(0, queued.actions.takes - visit.frees)):
+            self._compute(device, queued)
+            device.note()
 
     def _compute(self, device: _DeviceState, visit: _Visit) -> None:
         visit.submitted = True
@@ -319,13 +308,10 @@ class Engine:
         loads = [visit.actions.load, *run.plan.pins.values()]
         for load in sorted(filter(None, loads), key=lambda load: load.shard != unit.shard):
             if load.shard not in run.held:
-                run.held[load.shard] = held = _HeldShard(load, unit, self._leaving(run, waits))
+                evictions = [run.evictions[shard] for shard in waits if shard in run.evictions]
+                run.held[load.shard] = held = _HeldShard(load, unit, evictions)
                 device.loads.append((run, held))
         self._make_room(device)
-
-    def _leaving(self, run: _Run, shards: Iterable[int]) -> list[Ticket]:
-        """Return the evictions of ``shards`` that have not ended."""
-        return [run.evictions[shard] for shard in shards if shard in run.evictions and not run.evictions[shard].done]
 
     def _load(self, device: _DeviceState) -> None:
         """Begin loads in order, up to the first that must wait for memory or for an eviction."""
@@ -370,7 +356,7 @@ class Engine:
 
 
 class Ticket(Protocol):
-    """An action that began. Once ``done``, it has its ``started`` and ``ended`` times, and the ``seconds`` it took.
+    """An action that began. Once ``done``, it has its ``started`` and ``ended`` times.
 
     It starts when all actions that it waits for have ended, so the worker's overhead to begin it counts as its time.
     """
@@ -383,9 +369,6 @@ class Ticket(Protocol):
 
     @property
     def ended(self) -> float: ...
-
-    @property
-    def seconds(self) -> float: ...
 
 
 class Worker(Protocol):
@@ -483,18 +466,16 @@ class Slices:
 
         ``start``, ``done``: how many minibatches had ended before the run, and at its end.
         """
-        began = 0.0
         for span in spans:
-            if span.act is Act.FORWARD:
-                began = span.start
-            elif span.act is Act.BACKWARD:
+            # Nothing is computed in the forward of a slice, and its backward may have waited for memory.
+            if span.act is Act.BACKWARD:
                 # The task may have begun, or ended, within the slice.
                 steps = range(max(start, self.first(span.step)), min(self.end(span.step), done))
                 actions = [(step, action) for step in steps for action in self._computes(step)]
-                total, moment = fsum(action.seconds for _, action in actions), began
+                total, moment = fsum(action.seconds for _, action in actions), span.start
                 for step, action in actions:
                     share = action.seconds / total if total else 1 / len(actions)
-                    begins, moment = moment, min(span.end, moment + share * (span.end - began))
+                    begins, moment = moment, min(span.end, moment + share * (span.end - span.start))
                     size = max(action.takes, action.frees)
                     yield replace(span, act=action.act, step=step, start=begins, end=moment, bytes=size)
             elif span.act in (Act.LOAD, Act.EVICT):
@@ -556,7 +537,6 @@ class _SimulatedAction:
 
     started: float
     ended: float
-    seconds: float
     done: bool = False
 
 
@@ -573,8 +553,7 @@ class VirtualWorker:
     def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
         lane = device, action.act.lane
         started = max(self._clock, self._free[lane], *(ticket.ended for ticket in after))
-        seconds = self._seconds(task, unit, action)
-        ticket = _SimulatedAction(started, started + seconds, seconds)
+        ticket = _SimulatedAction(started, started + self._seconds(task, unit, action))
         self._free[lane] = ticket.ended
         heappush(self._running, (ticket.ended, next(self._count), ticket))
         return ticket

@@ -85,37 +85,31 @@ class Plan:
         """Return the seconds of a task that never waits for a device. Nothing is loaded at its start."""
         first = task.seconds
         if task.closes(0):
-            import networkx
-
-            graph, ends = self._graph(task), dict[Any, float]()
-            for node in networkx.topological_sort(graph):
-                start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
-                ends[node] = start + graph.nodes[node]["seconds"]
+            ends = list[float]()
+            for action in task.training:
+                start = max((ends[before] for before in action.after if before >= 0), default=0.0)
+                ends.append(start + estimate(action, self.load_rate, self.evict_rate))
             # Evictions after the last computation do not count.
-            longest = max(end for node, end in ends.items() if graph.nodes[node]["action"].act is not Act.EVICT)
+            longest = max(end for end, action in zip(ends, task.training, strict=True) if action.act is not Act.EVICT)
             first += max(0.0, longest - math.fsum(action.seconds for action in task.training))
         return first
-
-    def _graph(self, task: TaskPlan) -> networkx.DiGraph[Any]:
-        # Imported late: what trains no tasks needs no graphs.
-        import networkx
-
-        graph: networkx.DiGraph[Any] = networkx.DiGraph()
-        for index, action in enumerate(task.training):
-            seconds = estimate(action, self.load_rate, self.evict_rate)
-            graph.add_node((task.name, index), action=action, seconds=seconds)
-            graph.add_edges_from(((task.name, before), (task.name, index)) for before in action.after if before >= 0)
-        return graph
 
     def graph(self) -> networkx.DiGraph[Any]:
         """Return what the actions of one minibatch of every task wait for, with its optimizer step.
 
         Nodes are ``(task, index)``, with the ``action`` and its estimated ``seconds``.
         """
+        # Imported late: nothing else needs graphs.
         import networkx
 
-        combined: networkx.DiGraph[Any] = networkx.compose_all([networkx.DiGraph(), *map(self._graph, self.tasks)])
-        return combined
+        graph: networkx.DiGraph[Any] = networkx.DiGraph()
+        for task in self.tasks:
+            for index, action in enumerate(task.training):
+                seconds = estimate(action, self.load_rate, self.evict_rate)
+                graph.add_node((task.name, index), action=action, seconds=seconds)
+                before = [(task.name, number) for number in action.after if number >= 0]
+                graph.add_edges_from((node, (task.name, index)) for node in before)
+        return graph
 
     def _headline(self) -> str:
         names = ", ".join(f"{name} {readable(budget)}" for name, budget in [*self.devices.items()][:_SHOWN])

@@ -252,17 +252,6 @@ class Dispatcher:
         state.next = state.plan.unit(number) if number < state.units else None
         return unit
 
-    def measured(self, task: int, unit: Unit, seconds: float) -> None:
-        """Record the measured seconds of a unit, which replace the estimate for units of its kind."""
-        state, sort = self._tasks[task], _sort(unit)
-        if seconds != state.seconds[sort]:
-            more = state.unstarted[sort] * (seconds - state.seconds[sort])
-            state.seconds[sort] = seconds
-            self._work += more
-            old = state.candidate
-            remaining = max(0.0, old.remaining + more)
-            state.candidate = old._replace(remaining=remaining, quantum=max(state.seconds.values()))
-
     def next(self, task: int) -> Unit | None:
         """Return the unit of a task that begins next; None if all have begun."""
         return self._tasks[task].next

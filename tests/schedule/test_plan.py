@@ -16,6 +16,7 @@ from hfusion.schedule.engine import Slices
 from hfusion.schedule.lower import levels, lower, need
 from hfusion.schedule.plan import Phase, Plan, Shard, TaskPlan, Unit
 from hfusion.schedule.policy import Candidate, Dispatcher, State, Waiting
+from hfusion.schedule.timeline import Span
 from tests.schedule.compared import COMPARED, plans, shard, task, tasks
 
 FORWARD, BACKWARD, UPDATE, EVALUATE = Phase
@@ -337,3 +338,12 @@ def test_slices_are_the_minibatches_in_order(name: str, size: int) -> None:
     assert set(range(whole.epoch or 1, whole.steps + 1, whole.epoch or 1)) <= set(ends)
     assert slices.scheduled.device_bytes == whole.device_bytes
     assert slices.scheduled.seconds == pytest.approx(whole.seconds)
+
+
+def test_minibatches_of_a_slice_run_within_its_backward() -> None:
+    """Its forward computes nothing, and its backward may have waited for memory."""
+    acts, times = (Act.FORWARD, Act.BACKWARD), ((0.0, 1.0), (5.0, 7.0))
+    spans = [Span(act, "a", 0, 0, "d", *time, 9) for act, time in zip(acts, times, strict=True)]
+    found = [*Slices(PLANS["one epoch"], 7).spans(spans, 0, 7)]
+    assert {span.step for span in found} == set(range(7))
+    assert all(5.0 <= span.start <= span.end <= 7.0 for span in found)
