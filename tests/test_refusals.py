@@ -113,6 +113,11 @@ def task(name: Any = "mine", **values: Any) -> hf.Task:
     return hf.Task(**{**defaults, **values}, name=name)
 
 
+def swept(**values: Any) -> Any:
+    functions = {"make_model": mlp, "space": lambda trial: {}, "loss": F.cross_entropy, "loader": LOADER}
+    return hf.sweep(**{**functions, "trials": 2, "epochs": 1, **values})
+
+
 def common_layer() -> list[nn.Module]:
     layer = nn.Linear(4, 4)
     return [nn.Sequential(nn.Linear(4, 4), layer) for _ in range(2)]
@@ -540,6 +545,18 @@ PLANS = {
     "hf.train(task(optimizer=lambda params: hf.optim.SGD(fused.parameters())))": "parameters that are not the array's",
 }
 
+SWEEPS = {
+    "swept(sampler='tpe')": "sampler='tpe': give a sampler of Optuna",
+    "swept(pruner='median')": "pruner='median': give a pruner of Optuna",
+    "swept(loader=3)": "loader=3: give minibatches that can be read every epoch, or a function that makes them",
+    "swept(seed='x')": "seed='x': give a whole number",
+    "swept(clip_norm=[1.0, 2.0])": r"clip_norm=\[1.0, 2.0\]: give a norm above 0, or None",
+    "swept(timeout='x')": "timeout='x': give seconds above 0, or None",
+    "swept(callbacks=3)": "callbacks=3: give a list of functions",
+    "swept(catch=3)": "catch=3: give a class of exceptions, or a tuple of them",
+    "swept(study='never', optimizer=adam)": "optimizer gave Adam: give a class of hf.optim, or a function",
+}
+
 TYPES = {
     "ragged[0, 1]": "give a member first",
     "ragged + 1": "unsupported operand",
@@ -568,7 +585,7 @@ OTHERS: list[tuple[str, type[Exception], str | None]] = [
 
 LINES: dict[str, tuple[type[Exception], str | None]] = {
     **{line: (hf.FusionError, words) for line, words in FUSE.items()},
-    **{line: (ValueError, words) for line, words in VALUES.items()},
+    **{line: (ValueError, words) for line, words in {**VALUES, **SWEEPS}.items()},
     **{line: (hf.PlanError, words) for line, words in PLANS.items()},
     **{line: (TypeError, words) for line, words in TYPES.items()},
     **{line: (error, words) for line, error, words in OTHERS},

@@ -19,6 +19,7 @@ from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
+from hfusion.tune.study import check, is_count, is_positive
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -128,7 +129,7 @@ class SweepTrial:
 
 
 class Maker:
-    """Makes suggestions from trials. Raises ValueError if the optimizer is not from hf.optim.
+    """Makes suggestions from trials.
 
     Args:
         recipe: the functions that may take values.
@@ -144,7 +145,6 @@ class Maker:
         functions |= {(LOSS, 2): recipe.loss, (SCHEDULER, 1): recipe.scheduler}
         self._receivers = [Receiver.of_function(*key, taker) for key, taker in functions.items() if taker is not None]
         self._receivers.append(Receiver(SWEEP, "the sweep", SWEEP_NAMES))
-        sample_optimizer(defaults[OPTIMIZER])
 
     def suggestion(self, trial: Any) -> Suggestion:
         """Route the values of ``space(trial)`` by name. Raises ValueError for a value that no function takes."""
@@ -169,11 +169,9 @@ class Maker:
                 hyper.check(member_vector(hyper.label, hyper.get(hypers), 1).tolist())
         own = {**self._defaults, **routed[SWEEP]}
         for name in ("epochs", "accumulate"):
-            if not isinstance(own[name], int) or isinstance(own[name], bool) or own[name] < 1:
-                raise ValueError(f"{name}={own[name]!r}: give a whole number of at least 1")
+            check(name, own[name], is_count(own[name]), "give a whole number of at least 1")
         clip = own["clip_norm"]
-        if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip > 0):
-            raise ValueError(f"clip_norm={clip!r}: give a norm above 0, or None")
+        check("clip_norm", clip, clip is None or is_positive(clip), "give a norm above 0, or None")
         if "clip_norm" in routed[SWEEP]:
             # Trials that are not clipped share an array with others.
             clip = math.inf if clip is None else float(clip)

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -352,6 +353,22 @@ def generators_of(sampler: Any) -> Iterator[Any]:
             and (part is sampler or type(part).__module__.partition(".")[0] in packages)
         ):
             waiting.extend(reversed(vars(part).values()))
+
+
+def check(name: str, value: object, is_valid: bool, remedy: str) -> None:
+    """Raise ValueError for an argument that is not valid."""
+    if not is_valid:
+        raise ValueError(f"{name}={value!r}: {remedy}")
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Return whether a value is a whole number of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_positive(value: object) -> bool:
+    """Return whether a value is a number above 0."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value > 0
 
 
 def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,17 @@ from hfusion.device.machine import Device, Machine
 from hfusion.device.native import cores
 from hfusion.optim import AdamW
 from hfusion.tune.population_based_training import PBT
-from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space
+from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, Space, sample_optimizer
 from hfusion.tune.study import (
     Callback,
     SweepFolder,
     Trials,
+    check,
     check_objectives,
     concurrent_trials,
     import_optuna,
+    is_count,
+    is_positive,
     listening,
     open_study,
 )
@@ -164,12 +167,7 @@ def sweep(
         >>> sorted(result.best_params)
         ['lr']
     """
-    _check_functions(make_model, space, loss, metric, optimizer, scheduler)
-    _check_numbers(trials, epochs, rows, accumulate, processes, clip_norm, timeout)
-    _check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
-    _check_choice("rounds", rounds, ("together", "asynchronous"))
-    if not isinstance(pbt, PBT | None):
-        raise ValueError(f"pbt={pbt!r}: give an hf.PBT, such as hf.PBT(), or None")
+    _check_arguments(locals())
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
     if direction is not None and directions is not None:
@@ -177,7 +175,6 @@ def sweep(
     check_objectives(len(directions or [direction]), metric, pruner, pbt)
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
-    check_compile(compile)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     machine = _machine(machine)
     directory = resume_folder("sweep") if directory is None else directory
@@ -257,36 +254,37 @@ def _machine(machine: Any) -> Machine | Cluster:
     return machine
 
 
-def _check_numbers(
-    trials: Any, epochs: Any, rows: Any, accumulate: Any, processes: Any, clip_norm: Any, timeout: Any
-) -> None:
-    counts = {"trials": (trials, 0), "epochs": (epochs, 1), "rows": (rows, 1)}
-    for name, (value, least) in {**counts, "accumulate": (accumulate, 1), "processes": (processes, 0)}.items():
-        optional = name in ("rows", "processes")
-        if not (optional and value is None) and (not isinstance(value, int) or value < least):
-            remedy = ", or None" if optional else ""
-            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}{remedy}")
-    for name, value, what in (("clip_norm", clip_norm, "a norm"), ("timeout", timeout, "seconds")):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value!r}: give {what} above 0, or None")
-
-
-def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: it is " + " or ".join(f'"{choice}"' for choice in choices))
-
-
-def _check_functions(make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raise ValueError for arguments that are no functions, before any trial is started."""
-    if isinstance(make_model, nn.Module):
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of `sweep` that are not valid, before there is a study."""
+    if isinstance(given["make_model"], nn.Module):
         raise ValueError("make_model is a module: give a function that makes one, as each trial needs its own")
-    for name, value in (("make_model", make_model), ("space", space), ("loss", loss), ("optimizer", optimizer)):
-        if not callable(value):
-            raise ValueError(f"{name}={value!r}: give a function")
-    check_loss_function(loss)
-    for name, value, what in (("metric", metric, "outputs and targets"), ("scheduler", scheduler, "an optimizer")):
-        if value is not None and not callable(value):
-            raise ValueError(f"{name}={value!r}: give a function of {what}, or None")
+    for name in ("make_model", "space", "loss", "optimizer"):
+        check(name, given[name], callable(given[name]), "give a function")
+    for name, of in (("metric", "outputs and targets"), ("scheduler", "an optimizer")):
+        check(name, given[name], given[name] is None or callable(given[name]), f"give a function of {of}, or None")
+    for name, least in (("trials", 0), ("epochs", 1), ("accumulate", 1)):
+        check(name, given[name], is_count(given[name], least), f"give a whole number of at least {least}")
+    for name, least in (("rows", 1), ("processes", 0)):
+        is_valid = given[name] is None or is_count(given[name], least)
+        check(name, given[name], is_valid, f"give a whole number of at least {least}, or None")
+    for name, what in (("clip_norm", "a norm"), ("timeout", "seconds")):
+        check(name, given[name], given[name] is None or is_positive(given[name]), f"give {what} above 0, or None")
+    for name, one, other in (("scheduler_interval", "epoch", "step"), ("rounds", "together", "asynchronous")):
+        check(name, given[name], given[name] in (one, other), f'it is "{one}" or "{other}"')
+    for name, method in (("sampler", "sample_independent"), ("pruner", "prune")):
+        check(name, given[name], given[name] is None or hasattr(given[name], method), f"give a {name} of Optuna")
+    loader, catch = given["loader"], given["catch"]
+    can_be_read = callable(loader) or hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    check("loader", loader, can_be_read, "give minibatches that can be read every epoch, or a function that makes them")
+    check("seed", given["seed"], isinstance(given["seed"], int), "give a whole number")
+    check("callbacks", given["callbacks"], isinstance(given["callbacks"], Iterable), "give a list of functions")
+    kinds = catch if isinstance(catch, tuple) else (catch,)
+    are_errors = all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds)
+    check("catch", catch, are_errors, "give a class of exceptions, or a tuple of them")
+    check("pbt", given["pbt"], isinstance(given["pbt"], PBT | None), "give an hf.PBT, such as hf.PBT(), or None")
+    check_loss_function(given["loss"])
+    check_compile(given["compile"])
+    sample_optimizer(given["optimizer"])
 
 
 def _check_same(body: Mapping[str, Any], given: Mapping[str, Any]) -> None:
