@@ -24,7 +24,6 @@ from hfusion.core.errors import SpillError
 from hfusion.core.membership import mark, membership
 from hfusion.core.program import Kind, Slot
 from hfusion.device.backend import backend
-from hfusion.device.device_queues import Mark
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.actions import Section
 
@@ -389,8 +388,7 @@ _ALIGNMENT = 64
 STATE = (Section.WEIGHTS, Section.OPTIMIZER, Section.GRADIENTS)
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """A tensor in a section, ``offset`` bytes from the section's start."""
 
     name: str
@@ -400,64 +398,46 @@ class Field:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class BufferLayout:
-    """The offsets of a shard's tensors. ``sizes``: the bytes of each section, in the order of `STATE`."""
+class HostStore:
+    """A shard in host memory or in a file, a buffer for each section. ``views``: its tensors by section and name."""
 
-    fields: tuple[Field, ...]
-    sizes: tuple[int, ...]
-
-    @staticmethod
-    def of(tensors: Mapping[Section, Mapping[str, Tensor]]) -> BufferLayout:
-        fields, sizes = [], dict.fromkeys(STATE, 0)
+    def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
+        self._fields, sizes = list[Field](), dict.fromkeys(STATE, 0)
         for section in STATE:
             for name, tensor in tensors[section].items():
-                fields.append(Field(name, section, sizes[section], tensor.shape, tensor.dtype))
+                self._fields.append(Field(name, section, sizes[section], tensor.shape, tensor.dtype))
                 sizes[section] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return BufferLayout(tuple(fields), tuple(sizes.values()))
+        size = sum(sizes.values())
+        if file is None:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+        else:
+            buffer = _mapped(file, size)
+        self._buffers = dict(zip(STATE, buffer.split([*sizes.values()]), strict=True))
+        self.views = self._views_of(self._buffers)
+        for name, section, *_ in self._fields:
+            self.views[section][name].copy_(tensors[section][name].detach())
 
-    def buffers(self, buffer: Tensor) -> dict[Section, Tensor]:
-        """Split a buffer that holds all sections one after the other."""
-        return dict(zip(STATE, buffer.split(self.sizes), strict=True))
-
-    def views(self, buffers: Mapping[Section, Tensor]) -> dict[Section, dict[str, Tensor]]:
+    def _views_of(self, buffers: Mapping[Section, Tensor]) -> dict[Section, dict[str, Tensor]]:
         """Return the tensors that lie in the buffers of sections, by section and name.
 
         For autograd they are unrelated tensors, not views of a buffer: otherwise an in-place write to one would count
         as a write to all.
         """
-        tensors: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
-        for entry in self.fields:
-            if entry.section in buffers:
-                buffer = buffers[entry.section]
-                start = (int(buffer.storage_offset()) + entry.offset) // entry.dtype.itemsize
-                tensor = torch.empty(0, dtype=entry.dtype, device=buffer.device)
+        views: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
+        for name, section, offset, shape, dtype in self._fields:
+            if section in buffers:
+                start = (int(buffers[section].storage_offset()) + offset) // dtype.itemsize
+                tensor = views[section][name] = torch.empty(0, dtype=dtype, device=buffers[section].device)
                 # Without strides the tensor is contiguous, which torch's stubs leave out.
-                tensor.set_(buffer.untyped_storage(), start, entry.shape)  # type: ignore[call-overload]
-                tensors[entry.section][entry.name] = tensor
-        return tensors
-
-
-class HostStore:
-    """A shard in host memory or in a file. ``views``: its tensors by section and name."""
-
-    def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
-        self.layout = BufferLayout.of(tensors)
-        size = sum(self.layout.sizes)
-        buffer = (
-            torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
-            if file is None
-            else _mapped(file, size)
-        )
-        self._buffers = self.layout.buffers(buffer)
-        self.views = self.layout.views(self._buffers)
-        for section in STATE:
-            for name, tensor in tensors[section].items():
-                self.views[section][name].copy_(tensor.detach())
+                tensor.set_(buffers[section].untyped_storage(), start, shape)  # type: ignore[call-overload]
+        return views
 
     def load(self, sections: Collection[Section], device: torch.device) -> Copy:
         """Allocate ``sections`` on ``device``. The ``moves`` of the result must be made to fill them."""
-        return Copy(self.layout, {section: self._buffers[section] for section in STATE if section in sections}, device)
+        sources = {section: self._buffers[section] for section in STATE if section in sections}
+        buffers = {s: torch.empty(len(source), dtype=torch.uint8, device=device) for s, source in sources.items()}
+        moves = [Move(buffers[section], source) for section, source in sources.items()]
+        return Copy(device, buffers, self._views_of(buffers), moves)
 
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
         """Return the moves that write tensors of ``copy`` back: a single one if they are the whole section."""
@@ -466,14 +446,13 @@ class HostStore:
         return [Move(self.views[section][name], copy.views[section][name]) for name in names]
 
 
-class Copy:
+class Copy(NamedTuple):
     """Some sections of a shard on a device, and their ``views``; ``moves`` fill them."""
 
-    def __init__(self, layout: BufferLayout, host: Mapping[Section, Tensor], device: torch.device) -> None:
-        self.device = device
-        self.buffers = {s: torch.empty(len(source), dtype=torch.uint8, device=device) for s, source in host.items()}
-        self.views = layout.views(self.buffers)
-        self.moves = [Move(self.buffers[section], source) for section, source in host.items()]
+    device: torch.device
+    buffers: dict[Section, Tensor]
+    views: dict[Section, dict[str, Tensor]]
+    moves: list[Move]
 
 
 def _mapped(file: Path, size: int) -> Tensor:
@@ -511,7 +490,7 @@ def _reserve(descriptor: int, size: int) -> None:
             written += os.write(descriptor, block[: size - written])
 
 
-# Memory copies between two storages, or two contiguous tensors of one dtype, and waiting for copies to the host.
+# Memory copies between two storages, or two contiguous tensors of one dtype.
 
 
 class Move(NamedTuple):
@@ -525,23 +504,6 @@ def copy_now(moves: Iterable[Move]) -> None:
     """Make the copies. On an accelerator they are queued in this thread's stream."""
     for target, source in moves:
         target.copy_(source, non_blocking=True)
-
-
-class Arrivals:
-    """Asynchronous copies to the host, by name, and when the last of each has arrived."""
-
-    def __init__(self) -> None:
-        self._marks: dict[str, Mark | None] = {}
-
-    def note(self, name: str, device: torch.device) -> None:
-        """Note a copy that was queued in this thread's queue of ``device``."""
-        self._marks[name] = backend(device).mark()
-
-    def wait(self, name: str) -> None:
-        """Wait for the last copy of this name, if there is one."""
-        mark = self._marks.pop(name, None)
-        if mark is not None:
-            mark.wait()
 
 
 # The folder for tensors that fit neither devices nor host memory; it is emptied however the run ends.

@@ -24,9 +24,10 @@ from hfusion.core.membership import Membership, mark
 from hfusion.core.program import Kind
 from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import Generators, backend
+from hfusion.device.device_queues import Mark
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.recipe import Recipe, Source
-from hfusion.runtime.task_state import Arrivals, Move, TaskTensors, copy_now
+from hfusion.runtime.task_state import Move, TaskTensors, copy_now
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
@@ -119,7 +120,8 @@ class Training:
         self._absent: dict[str, Tensor] = {}
         self._left_out: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
-        self._arrivals = Arrivals()
+        # For the losses and the norms, when the last asynchronous copy to the host has arrived.
+        self._marks: dict[str, Mark | None] = {}
         self._factors: Tensor | None = None
         # Called when a unit of a minibatch has ended, and to save the task after a unit if that is due.
         self.ended: Callable[[Unit], None] = lambda unit: None
@@ -132,8 +134,13 @@ class Training:
     def ran(self, unit: Unit) -> None:
         """Note that a scheduled unit and its optimizer step have been queued."""
         if unit.phase is not Phase.FORWARD:
-            self._arrivals.wait("losses")
+            self._wait_for("losses")
         self.ended(unit)
+
+    def _wait_for(self, name: str) -> None:
+        """Wait for the last copy of this name to the host, if there is one."""
+        if (mark := self._marks.pop(name, None)) is not None:
+            mark.wait()
 
     @property
     def minibatches(self) -> int:
@@ -254,7 +261,7 @@ class Training:
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
             self.losses.append(saved.losses.detach().to("cpu", non_blocking=True))
-            self._arrivals.note("losses", device)
+            self._marks["losses"] = backend(device).mark()
         if is_last:
             self._saved[shard] = saved
         self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
@@ -343,9 +350,9 @@ class Training:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
                     norms = grad_norms(self._gradient(shard, name), len(self._clip))
-                    # `Arrivals` waits once for all of these copies.
+                    # The last mark is waited for, once for all of these copies.
                     self._norms[name] = norms.to("cpu", non_blocking=True)
-                    self._arrivals.note("norms", norms.device)
+                    self._marks["norms"] = backend(norms.device).mark()
 
     def _collect(self, shard: int, grads: Mapping[str, Tensor]) -> None:
         """Store gradients: those of parameters that the shard owns, and those that earlier shards continue with."""
@@ -397,7 +404,7 @@ class Training:
         if self._factors is None:
             if not self._norms:
                 return
-            self._arrivals.wait("norms")
+            self._wait_for("norms")
             norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
             self._factors = clip_factors(norms, limits)
         nonempty = [grad for grad in grads.values() if grad.numel()]

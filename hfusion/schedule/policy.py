@@ -1,20 +1,19 @@
 """Policies, which choose the next unit of a device: pure functions that simulator and executor share.
 
-The caller keeps the waiting tasks in a heap, sorted by the order of the policy. So a decision compares two candidates,
-and its cost grows with the logarithm of the number of tasks.
+The caller keeps the waiting tasks sorted by the order of the policy. So a decision compares two candidates, and its
+cost hardly grows with the number of tasks.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
+from hfusion.schedule.plan import Plan, TaskPlan, Unit
 
 
 class Candidate(NamedTuple):
@@ -42,35 +41,26 @@ class Waiting:
     """
 
     def __init__(self, order: Order, budgets: Iterable[int]) -> None:
-        self._order = order
-        self._budgets = sorted(set(budgets))
-        self._heaps: list[list[tuple[float, int, Candidate]]] = [[] for _ in self._budgets]
+        self._order, self._largest = order, max(budgets)
+        self._candidates: list[tuple[float, int, Candidate]] = []
 
     def __bool__(self) -> bool:
-        return any(self._heaps)
+        return bool(self._candidates)
 
     def add(self, candidate: Candidate) -> None:
         """Let a candidate wait. Raises PlanError if it fits no device."""
-        index = bisect_left(self._budgets, candidate.need)
-        if index == len(self._budgets):
+        if candidate.need > self._largest:
             raise PlanError(f"task {candidate.task} needs {candidate.need:,} bytes: more than any device has")
-        heappush(self._heaps[index], (self._order(candidate), candidate.task, candidate))
+        insort(self._candidates, (self._order(candidate), candidate.task, candidate))
 
     def first(self, budget: int) -> Candidate | None:
         """Return the first candidate that fits ``budget`` bytes, without removing it; None if there is none."""
-        heap = self._first_heap(budget)
-        return heap[0][2] if heap else None
+        return next((candidate for *_, candidate in self._candidates if candidate.need <= budget), None)
 
     def take(self, budget: int) -> None:
         """Remove the candidate that ``first(budget)`` returns. Raises IndexError if there is none."""
-        heappop(self._first_heap(budget))
-
-    def _first_heap(self, budget: int) -> list[tuple[float, int, Candidate]]:
-        first_heap: list[tuple[float, int, Candidate]] = []
-        for heap in self._heaps[: bisect_left(self._budgets, budget + 1)]:
-            if heap and (not first_heap or heap[0][:2] < first_heap[0][:2]):
-                first_heap = heap
-        return first_heap
+        fitting = (place for place, (*_, candidate) in enumerate(self._candidates) if candidate.need <= budget)
+        del self._candidates[next(fitting, len(self._candidates))]
 
 
 class State(NamedTuple):
@@ -161,35 +151,25 @@ def named(policy: str | Policy) -> Policy:
 # Choose the next task of a device, and keep the state of tasks that a policy sees.
 
 
-def _sort(unit: Unit) -> tuple[Phase, int, bool]:
-    """Return the kind of a unit. Units of one kind do the same computation."""
-    return unit.phase, unit.shard, unit.updates
-
-
 @dataclass(slots=True)
 class _Progress:
     """Progress of a task: the unit that starts next, None if all have started, and its view for the policy.
 
-    ``units``: of the task; ``seconds``: of a unit, by kind; ``unstarted``: number of units that have not started.
+    ``units``: how many the task has.
     """
 
     plan: TaskPlan
     next: Unit | None
     candidate: Candidate
-    seconds: dict[tuple[Phase, int, bool], float]
-    unstarted: dict[tuple[Phase, int, bool], int]
     units: int
 
 
 def _initial_progress(number: int, task: TaskPlan, first: int) -> _Progress:
     """Return the progress of a task of which ``first`` units ran in an earlier run."""
-    unstarted = task.counts
-    seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in unstarted}
-    for unit in map(task.unit, range(first)):
-        unstarted[_sort(unit)] -= 1
-    remaining = math.fsum(count * seconds[sort] for sort, count in unstarted.items()) if first else task.seconds
-    candidate = Candidate(number, first, remaining, max(seconds.values()), 0, task.device_bytes)
-    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, unstarted, task.units)
+    ran = math.fsum(map(task.unit_seconds, map(task.unit, range(first))))
+    quantum = max(task.unit_seconds(Unit(task.name, 0, *kind)) for kind in task.counts)
+    candidate = Candidate(number, first, max(0.0, task.seconds - ran), quantum, 0, task.device_bytes)
+    return _Progress(task, task.unit(first) if first < task.units else None, candidate, task.units)
 
 
 class Dispatcher:
@@ -242,8 +222,7 @@ class Dispatcher:
         unit = state.next
         if unit is None:
             raise IndexError(f"task {state.plan.name!r} has no unit left to begin")
-        seconds = state.seconds[_sort(unit)]
-        state.unstarted[_sort(unit)] -= 1
+        seconds = state.plan.unit_seconds(unit)
         self._work -= seconds
         self._started_units += 1
         old = state.candidate
@@ -260,13 +239,11 @@ class Dispatcher:
         """Shorten a task, which must not be waiting, to ``units`` more units."""
         state, old = self._tasks[task], self._tasks[task].candidate
         last = min(state.units, old.unit + units)
-        remaining_sorts = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
-        remaining = math.fsum(state.seconds[sort] for sort in remaining_sorts)
-        self._work -= math.fsum(count * state.seconds[sort] for sort, count in state.unstarted.items()) - remaining
+        remaining = math.fsum(map(state.plan.unit_seconds, map(state.plan.unit, range(old.unit, last))))
+        self._work -= old.remaining - remaining
         self._units -= state.units - last
-        state.units, state.unstarted = last, {sort: remaining_sorts.count(sort) for sort in state.unstarted}
-        state.candidate = old._replace(remaining=remaining)
-        if not remaining_sorts:
+        state.units, state.candidate = last, old._replace(remaining=remaining)
+        if last == old.unit:
             state.next = None
 
     def add_waiting(self, task: int) -> None:
