@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hfusion.tasks.train import TrainError as TrainError
     from hfusion.tune.population_based_training import PBT as PBT
     from hfusion.tune.sweep import sweep as sweep
-    from hfusion.tune.sweep_result import SweepResult as SweepResult
+    from hfusion.tune.study import SweepResult as SweepResult
 
 __version__ = "0.1.0"
 
@@ -74,7 +74,7 @@ _NAMES = {
     "hfusion.tasks.train": ("TrainError",),
     "hfusion.tune.population_based_training": ("PBT",),
     "hfusion.tune.sweep": ("sweep",),
-    "hfusion.tune.sweep_result": ("SweepResult",),
+    "hfusion.tune.study": ("SweepResult",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted([*_MODULES, "optim"])

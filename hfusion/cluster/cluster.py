@@ -20,8 +20,7 @@ from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.arrange import arrange, checked_plan
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.minibatch_border import OnResult
-from hfusion.tasks.sharing import listed, reserve_tensors
-from hfusion.tasks.task import Task
+from hfusion.tasks.task import Task, listed, reserve_tensors
 from hfusion.tasks.train import train_arranged
 from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, Report, TaskBars
 

@@ -27,8 +27,7 @@ from hfusion.tasks.arrange import Room, array_of
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.minibatch_border import OnResult, answered
 from hfusion.tasks.reading import set_generators
-from hfusion.tasks.sharing import check_loaders, check_tensors
-from hfusion.tasks.task import Evaluation, Step, Task, listed_models, seed_of
+from hfusion.tasks.task import Evaluation, Step, Task, check_loaders, check_tensors, listed_models, seed_of
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, ArrayNote, Report, TaskReport, joined
 

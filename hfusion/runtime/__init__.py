@@ -1,5 +1,5 @@
 """Train the tasks of a plan on real devices.
 
-`worker` executes the engine's actions, `training` computes the units of one task, `task_state` and `host_store` hold
-the tensors of shards, `boundary` and `cut_values` the values that cross the cuts.
+`worker` executes the engine's actions, `training` computes the units of one task and what crosses its cuts, and
+`task_state` holds the tensors of shards.
 """

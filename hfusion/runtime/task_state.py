@@ -23,6 +23,7 @@ from hfusion.core.claimed_folder import ClaimedFolder, run_folder
 from hfusion.core.errors import SpillError
 from hfusion.core.membership import mark, membership
 from hfusion.core.program import Kind, Slot
+from hfusion.core.tree import map_leaves
 from hfusion.device.backend import backend
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.actions import Section
@@ -504,6 +505,67 @@ def copy_now(moves: Iterable[Move]) -> None:
     """Make the copies. On an accelerator they are queued in this thread's stream."""
     for target, source in moves:
         target.copy_(source, non_blocking=True)
+
+
+# Values that cross cuts: nests of tensors and numbers, moved storage by storage so that strides and sharing survive.
+
+
+class StorageView(NamedTuple):
+    """A tensor as a view of a bundle's storage. ``storage``: the index of that storage."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Values on the host: their storages, and nested values with a `StorageView` in place of each tensor."""
+
+    storages: tuple[torch.UntypedStorage, ...]
+    values: Mapping[str, Any]
+
+
+def spill(values: Mapping[str, Any], *, pinned: bool) -> tuple[Bundle, list[Move]]:
+    """Allocate host memory for ``values``. Return the bundle, and the copies that fill it.
+
+    Tensors that share a storage share it again when restored.
+    """
+    numbers: dict[int, int] = {}
+    sources: list[torch.UntypedStorage] = []
+
+    def view(tensor: Tensor) -> StorageView:
+        storage = tensor.untyped_storage()
+        number = numbers.get(storage.data_ptr()) if storage.nbytes() else None
+        if number is None:
+            number = numbers[storage.data_ptr()] = len(sources)
+            sources.append(storage)
+        offset = int(tensor.storage_offset())
+        return StorageView(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
+
+    views = {name: map_leaves(value, Tensor, view) for name, value in values.items()}
+    buffers = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=pinned, device="cpu") for s in sources]
+    bundle = Bundle(tuple(buffer.untyped_storage() for buffer in buffers), views)
+    return bundle, list(map(Move, bundle.storages, sources))
+
+
+def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
+    """Allocate some values of a bundle on a device, detached. Return them, and the copies that fill them."""
+    moved: dict[int, torch.UntypedStorage] = {}
+
+    def tensor(view: StorageView) -> Tensor:
+        storage = moved.get(view.storage)
+        if storage is None:
+            size = bundle.storages[view.storage].nbytes()
+            storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        result = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
+        return result.requires_grad_(view.requires_grad)
+
+    values = {name: map_leaves(bundle.values[name], StorageView, tensor) for name in names}
+    return values, [Move(target, bundle.storages[number]) for number, target in moved.items()]
 
 
 # The folder for tensors that fit neither devices nor host memory; it is emptied however the run ends.

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +22,80 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, never_reached, watched
 from hfusion.core.membership import Membership, mark
-from hfusion.core.program import Kind
+from hfusion.core.program import Kind, Part
 from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import Generators, backend
 from hfusion.device.device_queues import Mark
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
-from hfusion.runtime.recipe import Recipe, Source
-from hfusion.runtime.task_state import Move, TaskTensors, copy_now
+from hfusion.runtime.task_state import Bundle, Move, TaskTensors, copy_now, restore, spill
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
+
+# How minibatches of one kind are computed, and where both come from.
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe to compute batches of one kind.
+
+    Attributes:
+        parts: the parts of the program, one per shard.
+        inputs: the names of the program's inputs.
+        losses: ``losses(outputs, target)`` returns the losses ``[B]`` from the flat outputs of the last part.
+        random: whether it may draw random numbers.
+        branching: the number of members if they may use different parameters, otherwise None.
+    """
+
+    parts: tuple[Part, ...]
+    inputs: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    losses: Callable[[Sequence[Any], Any], Tensor]
+    random: bool
+    branching: int | None = None
+
+    @cached_property
+    def _on_host(self) -> dict[str, Tensor]:
+        return {}
+
+    def constant(self, name: str, device: torch.device) -> Tensor:
+        """Return a constant on a device, by a copy from the host."""
+        if name not in self._on_host:
+            constant = self.constants[name]
+            pins = backend(device).pins and constant.device.type == "cpu"
+            self._on_host[name] = constant.pin_memory() if pins else constant.to("cpu")
+        return self._on_host[name].to(device, non_blocking=True)
+
+    @cached_property
+    def makers(self) -> dict[str, int]:
+        """The index of the part that computes each value."""
+        return {name: index for index, part in enumerate(self.parts) for name in part.gives}
+
+    @cached_property
+    def later(self) -> tuple[frozenset[str], ...]:
+        """For each part, the values that later parts take."""
+        return tuple(
+            frozenset(name for part in self.parts[index:] for name in part.takes)
+            for index in range(1, len(self.parts) + 1)
+        )
+
+
+class Source(Protocol):
+    """A source of batches and their recipes. A batch has the flat ``inputs`` of the program, and a ``target``."""
+
+    def next(self, drawing: AbstractContextManager[None]) -> Any:
+        """Return the next minibatch. It may draw torch's random numbers, in any thread, inside ``drawing``."""
+
+    def stop(self) -> None:
+        """Cancel the wait for the next minibatch, by a CancelledError."""
+
+    def find(self, batch: Any) -> Recipe | None:
+        """Return the recipe for a batch like this one; None if there is none yet."""
+
+    def prepare(self, batch: Any) -> Recipe:
+        """Create the recipe for such batches. Must run while no other thread computes."""
+
+
+# The units of a task.
 
 # The kinds of borrowed tensors that are loaded for a unit. An update needs none. A forward copies borrowed buffers when
 # it begins, since other shards may write to them while it is loaded.
@@ -517,67 +583,6 @@ class BoundaryStore:
     def _of_batch(self, name: str, device: torch.device) -> Any:
         """Return an input of the minibatch on the device."""
         return map_leaves(self.inputs[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-# Values that cross cuts: nests of tensors and numbers, moved storage by storage so that strides and sharing survive.
-
-
-class StorageView(NamedTuple):
-    """A tensor as a view of a bundle's storage. ``storage``: the index of that storage."""
-
-    storage: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Values on the host: their storages, and nested values with a `StorageView` in place of each tensor."""
-
-    storages: tuple[torch.UntypedStorage, ...]
-    values: Mapping[str, Any]
-
-
-def spill(values: Mapping[str, Any], *, pinned: bool) -> tuple[Bundle, list[Move]]:
-    """Allocate host memory for ``values``. Return the bundle, and the copies that fill it.
-
-    Tensors that share a storage share it again when restored.
-    """
-    numbers: dict[int, int] = {}
-    sources: list[torch.UntypedStorage] = []
-
-    def view(tensor: Tensor) -> StorageView:
-        storage = tensor.untyped_storage()
-        number = numbers.get(storage.data_ptr()) if storage.nbytes() else None
-        if number is None:
-            number = numbers[storage.data_ptr()] = len(sources)
-            sources.append(storage)
-        offset = int(tensor.storage_offset())
-        return StorageView(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
-
-    views = {name: map_leaves(value, Tensor, view) for name, value in values.items()}
-    buffers = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=pinned, device="cpu") for s in sources]
-    bundle = Bundle(tuple(buffer.untyped_storage() for buffer in buffers), views)
-    return bundle, list(map(Move, bundle.storages, sources))
-
-
-def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
-    """Allocate some values of a bundle on a device, detached. Return them, and the copies that fill them."""
-    moved: dict[int, torch.UntypedStorage] = {}
-
-    def tensor(view: StorageView) -> Tensor:
-        storage = moved.get(view.storage)
-        if storage is None:
-            size = bundle.storages[view.storage].nbytes()
-            storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        result = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
-        return result.requires_grad_(view.requires_grad)
-
-    values = {name: map_leaves(bundle.values[name], StorageView, tensor) for name in names}
-    return values, [Move(target, bundle.storages[number]) for number, target in moved.items()]
 
 
 def detached(values: Mapping[str, Any]) -> dict[str, Any]:

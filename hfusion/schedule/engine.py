@@ -18,9 +18,8 @@ from typing import Protocol, TypeAlias
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, Section, estimate
-from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit, UnitActions
 from hfusion.schedule.policy import DEFAULT, Dispatcher, Policy, named
-from hfusion.schedule.task_plan import UnitActions
 from hfusion.schedule.timeline import Span, Timeline
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from hfusion.core.errors import HFusionError
 from hfusion.core.text import aligned, folded, html_table, paragraph, readable
 from hfusion.schedule.actions import Act
-from hfusion.schedule.plan import Phase, Plan, TaskPlan
-from hfusion.schedule.task_plan import PHASES
+from hfusion.schedule.plan import PHASES, Phase, Plan, TaskPlan
 
 
 class TimelineError(HFusionError):

@@ -28,9 +28,8 @@ from hfusion.passes.cost.cost import symbol_sizes
 from hfusion.passes.partition.cut_shards import growth, sharding, shards_at
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.reading import generators_kept, length, reading
-from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.source import Minibatch, Shapes, largest, samples
-from hfusion.tasks.task import Task, listed_models, optimizer_of, shapes
+from hfusion.tasks.task import Task, check_loaders, check_tensors, listed_models, optimizer_of, shapes
 
 
 @dataclass(frozen=True)

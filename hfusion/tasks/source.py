@@ -30,7 +30,7 @@ from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.cost.cost import operators, symbol_sizes
 from hfusion.passes.cost.flops import SymbolSizes, concrete
 from hfusion.passes.partition.split_program import input_names, match_cuts, split
-from hfusion.runtime.recipe import Recipe
+from hfusion.runtime.training import Recipe
 from hfusion.schedule.plan import Shard
 from hfusion.tasks.reading import Position, Reader, end_workers, length, reading, rereading, set_generators
 from hfusion.tasks.task import Task

@@ -26,6 +26,7 @@ from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, MakeScheduler, S
 from hfusion.tune.study import (
     Callback,
     SweepFolder,
+    SweepResult,
     Trials,
     check,
     check_objectives,
@@ -36,7 +37,6 @@ from hfusion.tune.study import (
     listening,
     open_study,
 )
-from hfusion.tune.sweep_result import SweepResult
 from hfusion.tune.sweep_runner import SweepRunner
 from hfusion.tune.sweep_workers import LocalExecutor, SweepWorkers
 from hfusion.tune.trial_placement import Extent

@@ -94,13 +94,10 @@ class SweepRunner:
             self._bar.update(finished - self._bar.n)
 
     def _next_ready(self) -> dict[ShapeArray, dict[str, tuple[float, ...]]]:
-        """Train, and return the values of the arrays that report: of all, or in asynchronous rounds of the first."""
-        self._start()
-        training = [array for array in self.placement.arrays if array.training]
-        return dict([self._workers.first(training)]) if self._extent.asynchronous else self._workers.collect(training)
+        """Start an epoch, and return the values of the arrays that report.
 
-    def _start(self) -> None:
-        """Start an epoch of every array, or in asynchronous rounds of one array on each idle worker."""
+        All arrays start and report; in asynchronous rounds one starts on each idle worker, and the first reports.
+        """
         starting = [array for array in self.placement.arrays if not array.training]
         if self._extent.asynchronous:
             busy = {array.worker for array in self.placement.arrays if array.training}
@@ -113,6 +110,8 @@ class SweepRunner:
             # With several objectives, only the values after the last epoch are reported.
             evaluates = self._recipe.objectives == 1 or any(slot.is_last for slot in array.slots.values())
             self._workers.send(array, "epoch", self._extent.seed + array.round, evaluates)
+        training = [array for array in self.placement.arrays if array.training]
+        return dict([self._workers.first(training)]) if self._extent.asynchronous else self._workers.collect(training)
 
     def _report(self, values: Mapping[ShapeArray, Mapping[str, tuple[float, ...]]]) -> None:
         """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""

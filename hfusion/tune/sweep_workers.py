@@ -11,6 +11,7 @@ import gc
 import logging
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -216,11 +217,10 @@ class SweepWorkers:
 
     def __init__(self, executor: Executor | LocalExecutor, recipe: SweepRecipe, max_failures: int = 3) -> None:
         self._executor: Any = executor
-        self._recipe, self._max_failures = recipe, max_failures
-        self._local = isinstance(executor, LocalExecutor)
-        self._recipe_ref = None
-        if not isinstance(executor, LocalExecutor):
-            self._recipe_ref = executor.put(pack("what the sweep trains with", recipe, {}))
+        self._recipe, self._max_failures, self._local = recipe, max_failures, isinstance(executor, LocalExecutor)
+        self._recipe_ref: Any = None
+        if not self._local:
+            self._recipe_ref = self._executor.put(pack("what the sweep trains with", recipe, {}))
         # The executor appends devices that join.
         self.devices: Sequence[DeviceInfo] = executor.devices
         # How many plain trials a device trains at the same time.
@@ -254,11 +254,10 @@ class SweepWorkers:
             # An array that was dropped may begin again.
             array.calls, array.done, array.losses = [], 0, 0
             if array.plain and self._local and (parcel := self._executor.parcel(members[0])) is not None:
-                packed, loads = parcel, dict.fromkeys(self._executor.forks(), 0.0)
+                packed, loads = parcel, defaultdict[int, float](float)
                 for other in self._arrays.values():
-                    if other.worker in loads:
-                        loads[other.worker] += other.cost
-                array.fork = min(loads, key=lambda fork: (fork in self._running, loads[fork]))
+                    loads[other.worker] += other.cost
+                array.fork = min(self._executor.forks(), key=lambda fork: (fork in self._running, loads[fork]))
             self._arrays[array.name] = array
         return array.plain, packed
 
