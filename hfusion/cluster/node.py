@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hfusion.array.array_editing import changed_tensors
 from hfusion.cluster.messages import Answered, DeviceInfo, Lost, unpack
-from hfusion.device.machine import Device, Machine
+from hfusion.device.machine import Machine
 from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.policy import named
@@ -177,17 +177,12 @@ class ArrayTrainer:
 
     def __init__(self, name: str, machine: Machine, driver: Driver) -> None:
         self._name, self._machine, self.driver = name, machine, driver
+        (self.device,) = machine.devices
         self.call_state: dict[str, Any] = {}
 
-    @property
-    def device(self) -> Device:
-        (device,) = self._machine.devices
-        return device
-
     def info(self) -> DeviceInfo:
-        device = self.device
-        rates = self._machine.calibrate()[device.name]
-        return DeviceInfo(self._name, device.physical, device.memory, rates)
+        rates = self._machine.calibrate()[self.device.name]
+        return DeviceInfo(self._name, self.device.physical, self.device.memory, rates)
 
     def run(self, job: ArrayJob | CallJob, part: Callable[[Any], Any]) -> End:
         """Run a job, and return its result or error. ``part(reference)`` returns a stored object."""

@@ -404,7 +404,12 @@ class Training:
                     gradients = _gradients_by_backward(outputs, seeds, leaves, inputs)
             grads = {key: grad for key, grad in zip(leaves, gradients, strict=True) if grad is not None}
             for key in grads.keys() & inputs.keys():
-                self._note_left_out(key, inputs[key], key in later, before[key])
+                # The members that get no gradient for a part's input, neither here nor from later parts.
+                rows, later_rows = never_reached(inputs[key]), before[key]
+                if key in later:
+                    rows = later_rows if rows is None or later_rows is None else rows & later_rows
+                if rows is not None and rows.any():
+                    self._left_out[key] = rows
             self._collect(shard, grads)
         self._note_norms(unit)
         self._clean(shard)
@@ -428,7 +433,13 @@ class Training:
             grad = grads.get(f"param {name}")
             if grad is None:
                 continue
-            self._note_absent(name, grad)
+            # The rows that had no gradient in any minibatch since the last optimizer step.
+            absent = absent_rows(grad)
+            if name in self._started:
+                before = self._absent.pop(name, None)
+                absent = None if absent is None or before is None else absent & before
+            if absent is not None:
+                self._absent[name] = absent
             if self._carried:
                 (added if name in self._started else copied)[name] = grad
                 self.state.keep_gradient(shard, name)
@@ -441,26 +452,6 @@ class Training:
             torch._foreach_copy_([self.state.gradient(shard, name) for name in copied], list(copied.values()))
         param_keys = {f"param {name}" for name in self.state.shards[shard].trained}
         self._grads |= {key: grad for key, grad in grads.items() if key not in param_keys}
-
-    def _note_left_out(self, key: str, leaf: Tensor, later: bool, before: Tensor | None) -> None:
-        """Note which members get no gradient for a part's input.
-
-        ``later``: whether later parts have a gradient for it; ``before``: the mask of members without one there.
-        """
-        rows = never_reached(leaf)
-        if later:
-            rows = before if rows is None or before is None else rows & before
-        if rows is not None and rows.any():
-            self._left_out[key] = rows
-
-    def _note_absent(self, name: str, grad: Tensor) -> None:
-        """Note the rows that had no gradient in any minibatch since the last optimizer step."""
-        absent = absent_rows(grad)
-        if name in self._started:
-            before = self._absent.pop(name, None)
-            absent = None if absent is None or before is None else absent & before
-        if absent is not None:
-            self._absent[name] = absent
 
     def _gradient(self, shard: int, name: str) -> Tensor:
         return self.state.gradient(shard, name) if self._carried else self._grads[f"own {name}"]

@@ -524,7 +524,7 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
         overhead = plan.action_seconds if action.act.lane == "compute" else 0.0
         return estimate(action, plan.load_rate, plan.evict_rate) + overhead
 
-    seconds = estimated if measured is None else _MeasuredSeconds(plan, measured, estimated)
+    seconds = estimated if measured is None else _measured_seconds(plan, measured, estimated)
     engine = Engine(plan, named(policy), VirtualWorker(seconds))
     engine.run()
     return engine.timeline
@@ -563,23 +563,19 @@ class VirtualWorker:
         return (ticket,)
 
 
-class _MeasuredSeconds:
-    """Seconds measured in the same minibatch; without one, the median of all minibatches; otherwise the estimate."""
+def _measured_seconds(plan: Plan, run: Timeline, otherwise: Seconds) -> Seconds:
+    """Return seconds measured in the same minibatch; without one, the median of all minibatches; else the estimate."""
+    took: dict[tuple[str, Act, int, int], deque[float]] = defaultdict(deque)
+    every: dict[tuple[str, Act, int], list[float]] = defaultdict(list)
+    for span in run.actions:
+        took[span.task, span.act, span.shard, span.step].append(span.end - span.start)
+        every[span.task, span.act, span.shard].append(span.end - span.start)
+    middle = {key: median(durations) for key, durations in every.items()}
 
-    def __init__(self, plan: Plan, run: Timeline, otherwise: Seconds) -> None:
-        self._names = [task.name for task in plan.tasks]
-        self._otherwise = otherwise
-        self._took: dict[tuple[str, Act, int, int], deque[float]] = defaultdict(deque)
-        every: dict[tuple[str, Act, int], list[float]] = defaultdict(list)
-        for span in run.actions:
-            self._took[span.task, span.act, span.shard, span.step].append(span.end - span.start)
-            every[span.task, span.act, span.shard].append(span.end - span.start)
-        self._middle = {key: median(durations) for key, durations in every.items()}
+    def seconds(task: int, unit: Unit, action: Action) -> float:
+        key = plan.tasks[task].name, action.act, action.shard
+        if measured := took.get((*key, unit.step)):
+            return measured.popleft()
+        return middle[key] if key in middle else otherwise(task, unit, action)
 
-    def __call__(self, task: int, unit: Unit, action: Action) -> float:
-        key = self._names[task], action.act, action.shard
-        took = self._took.get((*key, unit.step))
-        if took:
-            return took.popleft()
-        median_seconds = self._middle.get(key)
-        return self._otherwise(task, unit, action) if median_seconds is None else median_seconds
+    return seconds

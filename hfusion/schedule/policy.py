@@ -164,14 +164,6 @@ class _Progress:
     units: int
 
 
-def _initial_progress(number: int, task: TaskPlan, first: int) -> _Progress:
-    """Return the progress of a task of which ``first`` units ran in an earlier run."""
-    ran = math.fsum(map(task.unit_seconds, map(task.unit, range(first))))
-    quantum = max(task.unit_seconds(Unit(task.name, 0, *kind)) for kind in task.counts)
-    candidate = Candidate(number, first, max(0.0, task.seconds - ran), quantum, 0, task.device_bytes)
-    return _Progress(task, task.unit(first) if first < task.units else None, candidate, task.units)
-
-
 class Dispatcher:
     """Chooses tasks for devices, and counts the units that began. At first every task waits.
 
@@ -183,7 +175,13 @@ class Dispatcher:
         self._devices = len(plan.devices)
         self._waiting = Waiting(policy.order, plan.devices.values())
         ran = [0] * len(plan.tasks) if first is None else first
-        self._tasks = [_initial_progress(number, task, ran[number]) for number, task in enumerate(plan.tasks)]
+        self._tasks = list[_Progress]()
+        for number, (task, first_unit) in enumerate(zip(plan.tasks, ran, strict=True)):
+            remaining = max(0.0, task.seconds - math.fsum(map(task.unit_seconds, map(task.unit, range(first_unit)))))
+            quantum = max(task.unit_seconds(Unit(task.name, 0, *kind)) for kind in task.counts)
+            candidate = Candidate(number, first_unit, remaining, quantum, 0, task.device_bytes)
+            next_unit = task.unit(first_unit) if first_unit < task.units else None
+            self._tasks.append(_Progress(task, next_unit, candidate, task.units))
         self._work = math.fsum(task.candidate.remaining for task in self._tasks)
         self._units = sum(task.units for task in plan.tasks) - sum(ran)
         self._started_units = 0

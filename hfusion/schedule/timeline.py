@@ -255,29 +255,15 @@ class Timeline:
                 args = {"name": lane}
                 events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": args})
         for action in self.actions:
-            events.append(
-                {
-                    "name": f"{action.task} {action.act.lower()} {action.shard}",
-                    "cat": str(action.act),
-                    "ph": "X",
-                    "ts": action.start * 1e6,
-                    "dur": (action.end - action.start) * 1e6,
-                    "pid": pids[action.device],
-                    "tid": tids[action.act.lane],
-                    "args": {"step": action.step, "bytes": action.bytes},
-                }
-            )
+            what = {"name": f"{action.task} {action.act.lower()} {action.shard}", "cat": str(action.act)}
+            times = {"ts": action.start * 1e6, "dur": (action.end - action.start) * 1e6}
+            place = {"pid": pids[action.device], "tid": tids[action.act.lane]}
+            detail = {"step": action.step, "bytes": action.bytes}
+            events.append({**what, "ph": "X", **times, **place, "args": detail})
         for name, changes in self._changes().items():
             for time, level in levels(changes):
-                events.append(
-                    {
-                        "name": "memory",
-                        "ph": "C",
-                        "ts": time * 1e6,
-                        "pid": pids[name],
-                        "args": {"bytes": level},
-                    }
-                )
+                held = {"bytes": level}
+                events.append({"name": "memory", "ph": "C", "ts": time * 1e6, "pid": pids[name], "args": held})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def draw(self, path: str | Path) -> None:
@@ -331,6 +317,7 @@ def _check_apart(actions: list[Span], problem: str) -> None:
 def _check_places(task: TaskPlan, actions: list[Span]) -> None:
     """Check that shards are loaded where they compute, and change devices only through the host."""
     loaded: dict[int, Span] = {}
+    computed: dict[int, Span] = {}
     evicted: dict[int, Span] = {}
     left_at: tuple[str, int] | None = None
     for action in actions:
@@ -346,15 +333,17 @@ def _check_places(task: TaskPlan, actions: list[Span]) -> None:
         elif action.act is Act.EVICT:
             if action.bytes != load.bytes:
                 raise TimelineError(f"{load} took other bytes than are given back by {action}")
+            if action.shard in computed and computed[action.shard].end > action.start:
+                raise TimelineError(f"the shard is evicted while it computes {computed[action.shard]}: {action}")
             evicted[action.shard] = action
             del loaded[action.shard]
         else:
+            computed[action.shard] = action
             if action.act is not Act.SAVE:
                 _check_use(task, action, load, evicted, left_at)
             left_at = (action.device, action.shard)
     if loaded:
         raise TimelineError(f"the shard is never evicted after {next(iter(loaded.values()))}")
-    _check_last_use(actions)
 
 
 def _check_use(
@@ -368,15 +357,6 @@ def _check_use(
         out = evicted.get(left_at[1])
         if out is None or out.device != left_at[0] or out.end > load.start:
             raise TimelineError(f"what the task left on {left_at[0]!r} is not yet evicted when {load} begins")
-
-
-def _check_last_use(actions: list[Span]) -> None:
-    busy: dict[int, Span] = {}
-    for action in actions:
-        if action.act is Act.EVICT and action.shard in busy and busy[action.shard].end > action.start:
-            raise TimelineError(f"the shard is evicted while it computes {busy[action.shard]}: {action}")
-        if action.act.lane == "compute":
-            busy[action.shard] = action
 
 
 def _check_lanes(actions: Iterable[Span]) -> None:

@@ -366,18 +366,15 @@ class TaskBars:
             if over:
                 self._totals[index] = steps
             if self._draws:
-                self._draw(index)
+                alone = len(self._rows) == len(self._names)
+                done, total = (counts[index] if alone else sum(counts) for counts in (self._done, self._totals))
+                self._bars.update(self._rows[index if alone else 0], completed=done, total=total)
+                if perf_counter() - self._drawn > _REDRAW:
+                    self._bars.refresh()
+                    self._drawn = perf_counter()
             elif self._tenths() > self._tenth:
                 self._tenth = self._tenths()
                 shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
                 seconds = perf_counter() - self._start
                 line = f"{sum(self._done)}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _draw(self, index: int) -> None:
-        alone = len(self._rows) == len(self._names)
-        done, total = (counts[index] if alone else sum(counts) for counts in (self._done, self._totals))
-        self._bars.update(self._rows[index if alone else 0], completed=done, total=total)
-        if perf_counter() - self._drawn > _REDRAW:
-            self._bars.refresh()
-            self._drawn = perf_counter()

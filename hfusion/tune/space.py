@@ -92,10 +92,9 @@ class Suggestion:
 
     def same_but_for_numbers(self, other: Suggestion) -> bool:
         """Return whether ``other`` is equal except for the optimizer's hyper-parameters and ``clip_norm``."""
-        values, other_values = (
-            (suggestion.model_arguments, suggestion.scheduler, suggestion.epochs) for suggestion in (self, other)
-        )
-        return self.choices.matches(other.choices) and same_values(values, other_values)
+        names = ("model_arguments", "scheduler", "epochs")
+        same = all(same_values(getattr(self, name), getattr(other, name)) for name in names)
+        return same and self.choices.matches(other.choices)
 
 
 @dataclass(eq=False)

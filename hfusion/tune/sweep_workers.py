@@ -218,9 +218,9 @@ class SweepWorkers:
     def __init__(self, executor: Executor | LocalExecutor, recipe: SweepRecipe, max_failures: int = 3) -> None:
         self._executor: Any = executor
         self._recipe, self._max_failures, self._local = recipe, max_failures, isinstance(executor, LocalExecutor)
-        self._recipe_ref: Any = None
-        if not self._local:
-            self._recipe_ref = self._executor.put(pack("what the sweep trains with", recipe, {}))
+        self._recipe_ref = None
+        if not isinstance(executor, LocalExecutor):
+            self._recipe_ref = executor.put(pack("what the sweep trains with", recipe, {}))
         # The executor appends devices that join.
         self.devices: Sequence[DeviceInfo] = executor.devices
         # How many plain trials a device trains at the same time.

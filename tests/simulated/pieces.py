@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import FusionError
-from hfusion.tasks.resident_training import LossQueue
+from hfusion.tasks.train import LossQueue
 from tests.simulated.device import install
 from tests.simulated.queues import QUEUES
 from tests.trained import EPOCHS, Way, adamw, batches, cross_entropy, fused, momentum, planned, task, wide

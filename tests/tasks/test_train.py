@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.schedule.actions import Act
-from hfusion.tasks import resident_training
+from hfusion.tasks import train as task_training
 from tests.alone import Member, Own
 from tests.schedule.compared import COMPARED
 from tests.step.test_train_step import needs_compiler
@@ -388,7 +388,7 @@ def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
 @needs_compiler
 def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a warning of the decision, and as exact."""
-    monkeypatch.setattr(resident_training, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(task_training, "LEAST_SECONDS", 0.0)
     module, loader = array(), batches(torch.float64)
     with warnings.catch_warnings(action="error"):
         report = hf.train(task(module, Way(), loader), machine())["task"]
