@@ -47,17 +47,21 @@ class MemberSchedule:
         scheduler: the scheduler; None until it is made.
     """
 
-    def __init__(self, make: Make, groups: int, defaults: dict[str, Any]) -> None:
+    def __init__(self, make: Make, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
         self.make = make
-        self.stand_in = Optimizer([{"params": [torch.zeros((), device="cpu")]} for _ in range(groups)], dict(defaults))
+        params = [{**group, "params": [torch.zeros((), device="cpu")]} for group in groups]
+        self.stand_in = Optimizer(params, dict(defaults))
         # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
         self.stand_in._opt_called = True  # type: ignore[attr-defined]
         self.scheduler: Any = None
 
     def __reduce__(self) -> Any:
         # By copy.copy, too.
-        kept = [{key: value for key, value in group.items() if key != "params"} for group in self.stand_in.param_groups]
-        return _restored, (self.make, dict(self.stand_in.defaults), kept, self.state())
+        return MemberSchedule, (self.make, self.stand_in.defaults, self.stand_in.param_groups), self.state()
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.scheduler = self.make(self.stand_in)
+        self.load(state)
 
     def begin(self, member: int) -> None:
         """Make the scheduler, at step 0. Raises ValueError or TypeError that name ``member``."""
@@ -86,18 +90,6 @@ class MemberSchedule:
         self.scheduler.load_state_dict(dict(copy.deepcopy(state["scheduler"])))
         for group, saved in zip(self.stand_in.param_groups, state["groups"], strict=True):
             group.update(copy.deepcopy(saved))
-
-
-def _restored(
-    make: Make, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
-) -> MemberSchedule:
-    """Return a schedule in ``state`` over a stand-in with these param groups."""
-    restored = MemberSchedule(make, len(groups), defaults)
-    for group, values in zip(restored.stand_in.param_groups, groups, strict=True):
-        group.update(values)
-    restored.scheduler = make(restored.stand_in)
-    restored.load(state)
-    return restored
 
 
 class PerMember(torch_schedulers.LRScheduler):
@@ -143,17 +135,27 @@ class PerMember(torch_schedulers.LRScheduler):
             return one_for_each(kind, count)
         if not callable(kind):
             raise ValueError(f"give options or a list of functions, not both: {next(iter(options))}")
-        values = {name: _member_values(name, value, count) for name, value in options.items()}
         if not any(isinstance(value, list | tuple | Tensor) for value in options.values()):
             return [partial(kind, **options)] * count
-        return [partial(kind, **{name: value[row] for name, value in values.items()}) for row in range(count)]
+        rows: list[dict[str, Any]] = [{} for _ in range(count)]
+        for name, value in options.items():
+            column = value.tolist() if isinstance(value, Tensor) else value
+            column = column if isinstance(column, list | tuple) else [column] * count
+            if len(column) != count:
+                raise ValueError(
+                    f"{name} has {len(column)} values for an array of {count} members: give one, or {count}; a "
+                    "member's may be a list of one for each param group"
+                )
+            for row, item in zip(rows, column, strict=True):
+                row[name] = float(item) if isinstance(item, Tensor) else item
+        return [partial(kind, **row) for row in rows]
 
     def _begin(self, rows: Sequence[int], makes: Sequence[Make]) -> None:
         """Create the schedulers of members ``rows``, at step 0 and with the current hyper-parameters."""
         hypers = {hyper.key: 0.0 if hyper.index is None else (0.0, 0.0) for hyper in self.optimizer.hypers}
         for row, make in zip(rows, makes, strict=True):
             # A row behind the last one is added.
-            self._members[row : row + 1] = [MemberSchedule(make, len(self.optimizer.param_groups), hypers)]
+            self._members[row : row + 1] = [MemberSchedule(make, hypers, [{}] * len(self.optimizer.param_groups))]
         self.table.rows = len(self._members)
         self._pull()
         for row in rows:
@@ -308,17 +310,3 @@ class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):
 
     def __init__(self, optimizer: FusedOptimizer, max_lr: float | Sequence[float] | Tensor, **options: Any) -> None:
         super().__init__(optimizer, max_lr=max_lr, **options)
-
-
-def _member_values(name: str, value: Any, members: int) -> list[Any]:
-    """Return one value per member. Raises ValueError for another number of values."""
-    if isinstance(value, Tensor) and value.dim():
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        return [value] * members
-    if len(value) != members:
-        raise ValueError(
-            f"{name} has {len(value)} values for an array of {members} members: give one, or {members}; a member's may "
-            "be a list of one for each param group"
-        )
-    return [float(item) if isinstance(item, Tensor) else item for item in value]
