@@ -82,6 +82,14 @@ class AdaptiveMoments(FusedOptimizer):
 
     moments = ("exp_avg", "exp_avg_sq")
 
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
+        return {
+            **_complements(h),
+            "correction": (1 - h.beta2**n.step).sqrt(),
+            "step_size": h.lr / (1 - h.beta1**n.step),
+        }
+
 
 class Adam(AdaptiveMoments):
     """``torch.optim.Adam`` with a value of each hyper-parameter per member (Kingma and Ba, 2015).
@@ -100,14 +108,6 @@ class Adam(AdaptiveMoments):
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * o.amsgrad)
-
-    @staticmethod
-    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
-        return {
-            **_complements(h),
-            "correction": (1 - h.beta2**n.step).sqrt(),
-            "step_size": h.lr / (1 - h.beta1**n.step),
-        }
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
@@ -178,9 +178,8 @@ class NAdam(AdaptiveMoments):
         mu_product = n.mu_product * mu.to(n.mu_product)
         product = mu_product.double()
         return {
-            **_complements(h),
+            **AdaptiveMoments.scalars(h, o, n),
             "mu_product": mu_product,
-            "correction": (1 - h.beta2**n.step).sqrt(),
             "of_grad": h.lr * (1 - mu) / (1 - product),
             "of_mean": h.lr * mu_next / (1 - product * mu_next),
         }
@@ -209,25 +208,21 @@ class RAdam(AdaptiveMoments):
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
-        correction = 1 - h.beta2**n.step
+        common, power = AdaptiveMoments.scalars(h, o, n), h.beta2**n.step
         longest = 2 / (1 - h.beta2) - 1
-        length = longest - 2 * n.step * h.beta2**n.step / correction
+        length = longest - 2 * n.step * power / (1 - power)
         rectified = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        step_size = h.lr / (1 - h.beta1**n.step)
-        return {
-            **_complements(h),
-            # Too few steps to know the variance: the mean alone.
-            "plain": length <= 5,
-            "plain_size": step_size,
-            "rectified_size": step_size * (correction * torch.where(length <= 5, 1.0, rectified)).sqrt(),
-        }
+        rectification = torch.where(length <= 5, 1.0, rectified).sqrt()
+        # Too few steps to know the variance: the mean alone.
+        rectified_size = common["step_size"] * common["correction"] * rectification
+        return {**common, "plain": length <= 5, "rectified_size": rectified_size}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
         param, grad = _decay(param, grad, s, o)
         new = _moments(grad, state, s)
         rectified = 1 / ((new["exp_avg_sq"].sqrt() + s.eps) / -s.rectified_size)
-        return torch.addcmul(param, new["exp_avg"], torch.where(s.plain != 0, -s.plain_size, rectified)), new
+        return torch.addcmul(param, new["exp_avg"], torch.where(s.plain != 0, -s.step_size, rectified)), new
 
 
 class Adamax(AdaptiveMoments):
@@ -244,10 +239,6 @@ class Adamax(AdaptiveMoments):
 
     torch_class = torch.optim.Adamax
     moments = ("exp_avg", "exp_inf")
-
-    @staticmethod
-    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Any]:
-        return {**_complements(h), "step_size": h.lr / (1 - h.beta1**n.step)}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> New:
