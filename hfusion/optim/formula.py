@@ -1,7 +1,8 @@
 """The definition of an optimizer: its constructor's arguments, the state it keeps, and its update in torch.
 
-docs/contributing.md shows how to write one. Kernels for CPUs and GPUs are generated from the definition
-(``kernel_source.py``).
+docs/contributing.md shows how to write one. Kernels are written from a trace of the definition, in C
+(``native_kernels.py``) and in Triton (``gpu.py``). Both languages have a macro or function of the same name for each
+operator (``operators.h``, ``triton_kernels.py``).
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ClassVar, TypeAlias, dataclass_transform
+from functools import lru_cache, wraps
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, TypeAlias, dataclass_transform
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -212,3 +214,160 @@ def decayed(grad: Tensor, param: Tensor, decay: Tensor) -> Tensor:
 def ascent(grad: Tensor, maximize: bool) -> Tensor:
     """Return the gradient of the objective to minimize: ``-grad`` if ``maximize``, else ``grad``."""
     return -grad if maximize else grad
+
+
+# What kernels are written from: the operators of `scalars` and `update`.
+
+Operand: TypeAlias = str | float
+"""The name of a value, or a number that is the same for all members."""
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_COUNTS = {
+    **dict.fromkeys(_INFIX, (2,)),
+    **dict.fromkeys(("neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "sign", "to_double"), (1,)),
+    **dict.fromkeys(("div", "maximum", "minimum", "pow", "cast_like"), (2,)),
+    **dict.fromkeys(("where", "lerp"), (3,)),
+    **dict.fromkeys(("addcmul", "addcdiv"), (3, 4)),
+    "add": (2, 3),
+}
+"""The operators, and how many operands they may have."""
+_ALIASES = {"truediv": "div", "to": "cast_like", "double": "to_double"}
+# Their results have no more bits than their operands.
+EXACT = ("abs", "sign", "maximum", "minimum", "where")
+_DIVIDING = ("div", "div_by", "addcdiv", "rsqrt")
+
+
+class Operation(NamedTuple):
+    """One operator of a formula. ``stacked``: it computes elements of stacks, not a number of each member."""
+
+    name: str
+    operator: str
+    operands: tuple[Operand, ...]
+    stacked: bool
+
+
+@dataclass(frozen=True, eq=False)
+class KernelProgram:
+    """What a formula computes for param groups with certain options and state.
+
+    Attributes:
+        formula: its class.
+        states: the names of the stacks in the state.
+        before: the operations that compute scalars.
+        scalars: the scalars that the update reads, by name.
+        new_numbers: numbers other than ``step`` after the step, by name.
+        update: the operations of the update.
+        results: the new parameter and the new stacks, by name.
+    """
+
+    formula: type[Formula]
+    states: tuple[str, ...]
+    before: Sequence[Operation]
+    scalars: Mapping[str, Operand]
+    new_numbers: Mapping[str, Operand]
+    update: Sequence[Operation]
+    results: Mapping[str, Operand]
+
+    def flushes(self, eps: float) -> bool:
+        """Return whether 0 may be taken for denormal numbers, if the least ``eps`` of a member is this."""
+        stacked = {operation.operator for operation in self.update if operation.stacked}
+        compared = stacked & {"sign", "lt", "le", "gt", "ge", "eq", "ne"}
+        # Beside such an eps no float can tell a denormal square from 0.
+        return not compared and (eps >= 1e-12 or not stacked & set(_DIVIDING))
+
+
+def program(formula: type[Formula], options: Any, states: tuple[str, ...]) -> KernelProgram | None:
+    """Return what ``formula`` computes for tensors with these ``states``; None if there are no kernels for it."""
+    try:
+        return _program(formula, options, states) if formula.elementwise else None  # type: ignore[arg-type]
+    # A formula is user code, and may do anything with the symbols of a trace.
+    except Exception:
+        return None
+
+
+@lru_cache(maxsize=256)
+def _program(formula: type[Formula], options: Any, states: tuple[str, ...]) -> KernelProgram:
+    tracer = fx.Tracer()
+    tracer.graph = fx.Graph()
+
+    def symbol(name: str) -> Any:
+        return tracer.create_proxy("placeholder", name, (), {})
+
+    h = formula.Values(*(symbol(f"h_{hyper.name}") for hyper in formula.hypers))
+    n = SimpleNamespace(**{name: symbol(f"n_{name}") for name in formula.numbers})
+    scalars = {name: _operand(value) for name, value in formula.scalars(h, options, n).items()}
+    before = _operations(tracer.graph, ())
+    # A number that is the same for all members is no scalar.
+    s = {name: symbol(f"s_{name}") if isinstance(value, str) else value for name, value in scalars.items()}
+    names = [f"x_{name}" for name in ("param", "grad", *states)]
+    param, grad, *stacks = map(symbol, names)
+    state = dict(zip(states, stacks, strict=True))
+    new_param, new_state = formula.update(param, grad, state, SimpleNamespace(**s), options)
+    if new_state.keys() != state.keys():
+        raise ValueError(f"update returned the state {sorted(new_state)}, not {sorted(state)}")
+    update = _operations(tracer.graph, names)[len(before) :]
+    results = {"param": _operand(new_param), **{name: _operand(new_state[name]) for name in states}}
+    read = {*results.values(), *(operand for operation in update for operand in operation.operands)}
+    return KernelProgram(
+        formula,
+        states,
+        before,
+        {name: operand for name, operand in scalars.items() if f"s_{name}" in read},
+        {name: scalars[name] for name in formula.numbers if name != "step"},
+        update,
+        results,
+    )
+
+
+def _operand(value: Any) -> Operand:
+    """Return what operations call a value. Raises TypeError if it is neither a symbol, a result nor a number."""
+    node = value.node if isinstance(value, fx.Proxy) else value
+    if isinstance(node, fx.Node):
+        return str(node.target) if node.op == "placeholder" else f"v_{node.name}"
+    if isinstance(node, (bool, int, float)):
+        return float(node)
+    raise TypeError(f"{value!r} is no number")
+
+
+def _operations(graph: fx.Graph, stacks: Iterable[str]) -> list[Operation]:
+    """Return the operations of a trace in their order. Raises ValueError for others than `_COUNTS` has.
+
+    ``stacks``: the symbols that are stacks, whose elements are computed.
+    """
+    operations: list[Operation] = []
+    stacked = set(stacks)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        operator = _ALIASES.get(name, name)
+        operands = tuple(map(_operand, (*node.args, *node.kwargs.values())))
+        is_stacked = not stacked.isdisjoint(operands)
+        if len(operands) not in _COUNTS.get(operator, ()) or not node.kwargs.keys() <= {"alpha", "value", "weight"}:
+            raise ValueError(f"{name} with {len(operands)} operands is not an operator of kernels")
+        # Powers of 2, products and quotients round as these do.
+        if operator == "square" or (operator == "pow" and operands[1] == 2.0):
+            operator, operands = "mul", operands[:1] * 2
+        elif operator == "neg":
+            operator, operands = "mul", (*operands, -1.0)
+        elif operator == "reciprocal":
+            operator, operands = "div", (1.0, *operands)
+        elif operator in ("addcmul", "addcdiv") and len(operands) == 3:
+            operands = (*operands, 1.0)
+        if is_stacked and operator in ("pow", "cast_like", "to_double"):
+            raise ValueError(f"kernels have no {name} of elements")
+        if is_stacked and operator == "div" and operands[1] not in stacked:
+            # Of elements by a number of their member.
+            operator = "div_by"
+        operations.append(Operation(f"v_{node.name}", operator, operands, is_stacked))
+        if is_stacked:
+            stacked.add(operations[-1].name)
+    return operations
+
+
+def expression(operation: Operation, operands: Iterable[str]) -> str:
+    """Return the expression of an operation. Functions have operands that infix operators do not have."""
+    first, *others = operands
+    if operation.operator in _INFIX and len(operation.operands) == 2:
+        return f"{first} {_INFIX[operation.operator]} {others[0]}"
+    return f"{operation.operator}({', '.join([first, *others])})"

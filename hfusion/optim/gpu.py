@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import linecache
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hfusion.core.memory import real_view
 from hfusion.device.backend import DeviceNumbers, backend, sent
-from hfusion.optim import kernel_source
+from hfusion.optim.formula import EXACT, KernelProgram, Operand, Operation, expression
 from hfusion.optim.hyper import Settings
 from hfusion.optim.torch_steppers import Stepper, StepTensors
 
@@ -43,7 +44,7 @@ def _loaded() -> Any:
 
 @cache
 def generated(source: str) -> Mapping[str, Any]:
-    """Return the kernels ``prepare`` and ``update`` of a source that `kernel_source` has written."""
+    """Return the kernels ``prepare`` and ``update`` of a source that `triton_source` has written."""
     name = f"<kernels of a formula {hash(source):x}>"
     # Triton reads the source of functions by `inspect`, which finds it there.
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
@@ -52,12 +53,61 @@ def generated(source: str) -> Mapping[str, Any]:
     return namespace
 
 
-def plan(program: kernel_source.KernelProgram, tensors: StepTensors) -> TritonStepper | None:
+def plan(program: KernelProgram, tensors: StepTensors) -> TritonStepper | None:
     """Return the steps of these tensors by kernels; None without Triton, and for other dtypes."""
     kernels = library()
     if isinstance(kernels, str) or real_view(tensors.stacks[0][0]).dtype not in kernels.DTYPES:
         return None
     return TritonStepper(program, tensors)
+
+
+def triton_source(program: KernelProgram) -> str:
+    """Return the functions ``prepare`` and ``update`` of a program, in Triton; see ``triton_kernels.py``."""
+
+    def text(operand: Operand) -> str:
+        return f'float("{operand}")' if operand in (math.inf, -math.inf) or operand != operand else str(operand)
+
+    def assigned(operations: Iterable[Operation], dtype: str) -> list[str]:
+        lines = []
+        for operation in operations:
+            value = expression(operation, [*map(text, operation.operands), dtype])
+            rounds = program.formula.torch_class is not None and operation.stacked and operation.operator not in EXACT
+            lines.append(f"{operation.name} = {f'rounded({value}, {dtype})' if rounds else value}")
+        return lines
+
+    count, states, hypers = len(program.scalars), program.states, program.formula.hypers
+    prepare = [
+        "@triton.jit\ndef prepare(table, counts, scalars, members, ROWS: tl.constexpr):",
+        "tensor, member = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)",
+        "mask, column = member < members, table + member",
+        *(f"h_{h.name} = tl.load(column + {index} * members, mask, other=0.0)" for index, h in enumerate(hypers)),
+        f"n_step = counted(counts + tensor * members + member, column + {len(hypers)} * members, mask)",
+        *assigned(program.before, "tl.float64"),
+        f"base = scalars + tensor * {count} * members + member",
+        *(
+            f"tl.store(base + {index} * members, {operand}.to(scalars.dtype.element_ty), mask)"
+            for index, operand in enumerate(program.scalars.values())
+        ),
+    ]
+    constants = "dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr"
+    update = [
+        f"@triton.jit\ndef update(spots, sizes, tensors, members, stacks, grads, scalars, {constants}):",
+        "tensor, member, offsets, mask = spot(spots, sizes, BLOCK, LANES)",
+        f"base = scalars + tensor * {count} * members + member",
+        *(f"s_{name} = tl.load(base + {index} * members)" for index, name in enumerate(program.scalars)),
+        "at_param = address(stacks, tensor, offsets, dtype, LANES)",
+        "at_grad = address(grads, tensor, offsets, dtype, LANES)",
+        *(
+            f"at_{name} = address(stacks + {index} * tensors, tensor, offsets, dtype, LANES)"
+            for index, name in enumerate(states, 1)
+        ),
+        *(f"x_{name} = loaded(at_{name}, mask, dtype)" for name in ("param", "grad", *states)),
+        *assigned(program.update, "dtype"),
+        *(f"tl.store(at_{name}, {text(operand)}, mask)" for name, operand in program.results.items()),
+    ]
+    # Where other numbers than counts are in the state, the host computes the scalars.
+    functions = [update] if program.new_numbers else [prepare, update]
+    return "\n\n".join("\n    ".join(lines) for lines in functions) + "\n"
 
 
 class TritonStepper(Stepper):
@@ -70,9 +120,9 @@ class TritonStepper(Stepper):
 
     contiguous = True
 
-    def __init__(self, program: kernel_source.KernelProgram, tensors: StepTensors) -> None:
+    def __init__(self, program: KernelProgram, tensors: StepTensors) -> None:
         stacks, params = tensors.stacks, list(map(real_view, tensors.stacks[0]))
-        functions = generated(kernel_source.triton_source(program))
+        functions = generated(triton_source(program))
         self._kernel, self._prepare = functions["update"], functions.get("prepare")
         self._step, self._program = tensors, program
         self._device, self._members = params[0].device, len(params[0])

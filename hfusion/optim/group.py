@@ -16,9 +16,8 @@ from hfusion.core.membership import Membership, member_rows, membership
 from hfusion.core.memory import has_address, is_plain
 from hfusion.device.backend import Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
-from hfusion.optim.formula import Formula
+from hfusion.optim.formula import Formula, KernelProgram, program
 from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
-from hfusion.optim.kernel_source import KernelProgram, program
 from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass, FakeTensor
 from hfusion.torch_private.export_state import TensorGuards, tensor_guards
@@ -103,14 +102,11 @@ def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], set
 
     Valid while all tensors keep their addresses. The arguments are as those of `Group`. Raises FusionError.
     """
-    # Kernels advance numbers of their own on the CPU.
-    addresses: set[int] = set()
+    # Kernels advance numbers on the CPU.
     for entry, name in itertools.product([entry for _, entry in pairs if entry], formula.numbers):
         value = entry[name]
         if isinstance(value, Tensor) and not value.is_meta:
-            number = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
-            entry[name] = number.clone() if number.data_ptr() in addresses else number
-            addresses.add(entry[name].data_ptr())
+            entry[name] = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
     alike: dict[object, list[tuple[Tensor, State]]] = {}
     for param, entry in pairs:
         param_mark, dtype = membership_of(param), state_dtype(param, settings.options.master_weights)
@@ -329,7 +325,7 @@ class PreparedUpdate:
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._settings = [optimizer._settings(group) for group in optimizer.param_groups]
+        self._read(optimizer)
         # Each with the index of its param group.
         self.groups: list[tuple[int, Group]] = []
         self._idle: list[Tensor] = []
@@ -344,7 +340,6 @@ class PreparedUpdate:
         if optimizer._recording is None and tensors:
             optimizer._recording = RecordedUpdates(backend(tensors[0].device).recorder())
         self._objects = self._dependencies(optimizer)
-        self._note_values(optimizer)
         with DisableTorchFunctionSubclass():
             self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
             self._addresses = list(map(Tensor.data_ptr, self._tensors))
@@ -354,20 +349,17 @@ class PreparedUpdate:
         """Return the groups with their gradients, or None if this step must be prepared again."""
         if not same_objects(self._dependencies(optimizer), self._objects):
             return None
-        if self._idle and any(param.grad is not None for param in self._idle):
+        if any(param.grad is not None for param in self._idle):
             return None
         with DisableTorchFunctionSubclass():
             if list(map(Tensor.data_ptr, self._tensors)) != self._addresses or not self._kinds.check(*self._tensors):
                 return None
             unchanged = same_objects(self._values(optimizer), self._read_values)
             if not (unchanged and self._vector_contents() == self._contents):
-                settings = [optimizer._settings(group) for group in optimizer.param_groups]
-                if any(
-                    (s.names, s.options) != (o.names, o.options) for s, o in zip(settings, self._settings, strict=True)
-                ):
+                before = [(settings.names, settings.options) for settings in self._settings]
+                self._read(optimizer)
+                if before != [(settings.names, settings.options) for settings in self._settings]:
                     return None
-                self._settings = settings
-                self._note_values(optimizer)
         work: Work = []
         for number, part in self.groups:
             if (grads := part.gradients()) is None:
@@ -375,8 +367,9 @@ class PreparedUpdate:
             work.append((self._settings[number], part, grads))
         return work
 
-    def _note_values(self, optimizer: FusedOptimizer) -> None:
-        """Note from which objects the settings were read, and what these held."""
+    def _read(self, optimizer: FusedOptimizer) -> None:
+        """Read the settings, and note from which objects, and what these held."""
+        self._settings = [optimizer._settings(group) for group in optimizer.param_groups]
         self._read_values = self._values(optimizer)
         self._vectors = [vector for settings in self._settings for vector in settings.vectors]
         with DisableTorchFunctionSubclass():

@@ -1,6 +1,6 @@
 /* The walk of an optimizer's step over the memory of all tensors of a group, on a CPU.
 
-   What is done to each row is generated from the optimizer's formula (hfusion/optim/kernel_source.py). Every element is
+   What is done to each row is generated from the optimizer's formula (hfusion/optim/native_kernels.py). Every element is
    computed by itself and, compiled with -ffp-contract=off, by the same operations in a vector and alone: a tensor may be
    cut anywhere, in threads or in shards, and gives the same bits. */
 

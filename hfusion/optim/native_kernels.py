@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from hfusion.core.memory import real_view
 from hfusion.device import native
 from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import active_team
-from hfusion.optim import kernel_source
+from hfusion.optim.formula import KernelProgram, Operand, Operation, expression
 from hfusion.optim.hyper import Settings
 from hfusion.optim.torch_steppers import Stepper, StepTensors
 from hfusion.torch_private.export_state import tensor_guards
 
 SOURCE = Path(__file__).with_name("kernels.c")
+OPERATORS = SOURCE.with_name("operators.h")
 
 # Elements below which a further thread costs more than it saves, and the sizes of lists, as in `kernels.c`.
 _GRAIN = 16384
@@ -43,7 +44,7 @@ def start_compiling() -> None:
     native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
-def plan(program: kernel_source.KernelProgram, tensors: StepTensors) -> NativeStepper | None:
+def plan(program: KernelProgram, tensors: StepTensors) -> NativeStepper | None:
     """Return the steps of these tensors by kernels; None without a compiler, and for half precision."""
     first, numbers = real_view(tensors.stacks[0][0]), tensors.numbers
     if first.dtype not in native.TYPES or len(tensors.stacks) > _MAX_LISTS - 1 or len(numbers) > _MAX_NUMBERS:
@@ -51,9 +52,58 @@ def plan(program: kernel_source.KernelProgram, tensors: StepTensors) -> NativeSt
     if isinstance(library(), str):
         return None
     kinds = tuple(native.TYPES[values[0].dtype] for values in numbers.values())
-    text = kernel_source.c_source(program, native.TYPES[first.dtype], kinds)
+    text = c_source(program, native.TYPES[first.dtype], kinds)
     functions = native.library(SOURCE.with_name(f"{program.formula.__name__.lower()}.c"), text)
     return None if isinstance(functions, str) else NativeStepper(program, functions, tensors)
+
+
+@lru_cache(maxsize=256)
+def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
+    """Return the functions ``fill`` and ``row`` of ``kernels.c`` for a program, in C.
+
+    Args:
+        program: what they compute.
+        real: the type of parameters, "float" or "double".
+        kinds: the types of the numbers in the state; empty if there is no state.
+    """
+    hypers, numbers = program.formula.hypers, dict(zip(program.formula.numbers, kinds, strict=False))
+
+    def text(operand: Operand, kind: str) -> str:
+        number = repr(operand).replace("inf", "INFINITY").replace("nan", "NAN")
+        return operand if isinstance(operand, str) else f"(({kind}){number})"
+
+    def lines(operations: Iterable[Operation], kind: str) -> list[str]:
+        texts = ((o.name, expression(o, [text(operand, kind) for operand in o.operands])) for o in operations)
+        return [f"const __auto_type {name} = {value};" for name, value in texts]
+
+    stacks = ("param", "grad", *program.states)
+    fill = [
+        "void fill(int64_t members, int64_t stride, const double *columns, const float *advance,",
+        "          void *const *counts, void *records) {",
+        *(f"{kind} *at_{name} = counts[{index}];" for index, (name, kind) in enumerate(numbers.items())),
+        "for (int64_t b = 0; b < members; b++) {",
+        *(f"const double h_{hyper.name} = columns[{index} * stride + b];" for index, hyper in enumerate(hypers)),
+        f"const double n_step = {'at_step[b] += advance[b]' if numbers else 0};",
+        *(f"const {numbers[name]} n_{name} = at_{name}[b];" for name in program.new_numbers),
+        *lines(program.before, "double"),
+        f"{real} *s = ({real} *)records + b * {len(program.scalars)};",
+        *(f"s[{index}] = {text(operand, real)};" for index, operand in enumerate(program.scalars.values())),
+        *(f"at_{name}[b] = {text(operand, numbers[name])};" for name, operand in program.new_numbers.items()),
+        "}\n}",
+    ]
+    row = [
+        "void row(int64_t n, void *const *at, const void *scalars) {",
+        f"const {real} *s = scalars;",
+        *(f"const {real} s_{name} = s[{index}];" for index, name in enumerate(program.scalars)),
+        *lines((operation for operation in program.update if not operation.stacked), real),
+        *(f"{real} *restrict at_{name} = at[{index}];" for index, name in enumerate(stacks)),
+        "for (int64_t i = 0; i < n; i++) {",
+        *(f"const {real} x_{name} = at_{name}[i];" for name in stacks),
+        *lines((operation for operation in program.update if operation.stacked), real),
+        *(f"at_{name}[i] = {text(operand, real)};" for name, operand in program.results.items()),
+        "}\n}\n",
+    ]
+    return "\n".join([OPERATORS.read_text(), *fill, *row])
 
 
 class _NativeStep(ctypes.Structure):
@@ -79,7 +129,7 @@ class NativeStepper(Stepper):
     contiguous = True
     unrecordable = "the host has no launches"
 
-    def __init__(self, program: kernel_source.KernelProgram, functions: ctypes.CDLL, step_tensors: StepTensors) -> None:
+    def __init__(self, program: KernelProgram, functions: ctypes.CDLL, step_tensors: StepTensors) -> None:
         stacks, numbers = step_tensors.stacks, step_tensors.numbers
         params = list(map(real_view, stacks[0]))
         members, tensors, element = len(params[0]), len(params), params[0].element_size()

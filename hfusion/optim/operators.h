@@ -1,4 +1,4 @@
-/* The operators of formulas, as hfusion/optim/kernel_source.py writes them in C. They round as torch's do, each on its
+/* The operators of formulas, as hfusion/optim/native_kernels.py writes them in C. They round as torch's do, each on its
    own, and take float and double. */
 
 #include <stdint.h>
@@ -8,6 +8,8 @@
 #define sign(a) ((__typeof__(a))(((a) > 0) - ((a) < 0)))
 #define rsqrt(a) (1 / sqrt(a))
 #define div(a, b) ((a) / (b))
+/* One division for all elements of a member. */
+#define div_by(a, b) ((a) * (1 / (b)))
 /* A NaN on either side stays. */
 #define maximum(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 #define minimum(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))

@@ -1,6 +1,6 @@
 """The steps of the fused optimizers on a CUDA device, in Triton: one launch for all tensors of a group.
 
-What follows are the parts of kernels that `hfusion.optim.kernel_source` writes from formulas. Half precision is
+What follows are the parts of kernels that `hfusion.optim.gpu` writes from formulas. Half precision is
 computed in float32 and rounded where torch's optimizers round, after each of their operations: the bits are those of
 the members alone. Every generated ``update`` takes
 
@@ -98,6 +98,11 @@ def sqrt(a, dtype: tl.constexpr):
 @triton.jit
 def div(a, b, dtype: tl.constexpr):
     return a / b if dtype == tl.float64 else tl.div_rn(a, b)
+
+
+@triton.jit
+def div_by(a, b, dtype: tl.constexpr):
+    return div(a, b, dtype)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hfusion as hf
 from hfusion import optim
-from hfusion.optim import clip, gpu, kernel_source
+from hfusion.optim import clip, formula, gpu
 from hfusion.optim.torch_steppers import StepTensors
 from tests.optim.arrays import CASES, ONE_EACH, Array, beside_a_bad_member, for_array, run, start
 from tests.optim.interpreted import forget, interpret
@@ -111,7 +111,7 @@ def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: 
     settings = fused._settings(fused.param_groups[0])
     stacks = [[torch.zeros_like(p) for p in array.params] for _ in range(1 + len(settings.names))]
     numbers = {number: [torch.ones(3) for _ in array.params] for number in kind.numbers}
-    program = kernel_source.program(kind, settings.options, tuple(settings.names))
+    program = formula.program(kind, settings.options, tuple(settings.names))
     assert program is not None
     stepper = gpu.plan(program, StepTensors(kind, settings.options, settings.names, stacks, numbers))
     assert stepper is not None
