@@ -9,7 +9,7 @@ of less than 32 bits, torch's own class runs on the members' rows (``torch_stepp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -271,10 +271,10 @@ class FusedOptimizer(Formula, Optimizer):
         super().load_state_dict(dict(state_dict))
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
         for _, param, saved in entries:
-            loaded = self.state[param]
+            dtype = torch.float32 if MASTER_STACK in saved else param.dtype
             for name, value in saved.items():
-                stack = value.to(param.device) if MASTER_STACK in saved else loaded[name]
-                loaded[name] = (value if name in self.numbers else stack).clone()
+                stack = value.clone() if name in self.numbers else value.to(param.device, dtype, copy=True)
+                self.state[param][name] = stack
 
     def unfuse(self) -> list[dict[str, Any]]:
         """Return B state dicts, one per member, for torch.optim's class of the same name; the state is copied."""
@@ -285,9 +285,9 @@ class FusedOptimizer(Formula, Optimizer):
                     "fused.unfuse(), and begin a new optimizer for each; or save opt.state_dict()"
                 )
         kind: Any = self.torch_class
-        example = None if kind is None else kind([torch.zeros(1, 1, device="cpu")])
-        # Some classes have state before their first step.
-        early = example is not None and bool(example.state)
+        defaults = {} if kind is None else kind([torch.zeros(1, 1, device="cpu")]).param_groups[0]
+        # State that does not begin with zeros is there before the first step, also in torch's class.
+        early = self.begin is not Formula.begin
         if early:
             self.initialise()
         members, indices = self.members, {param: index for index, param in enumerate(self._params())}
@@ -306,10 +306,10 @@ class FusedOptimizer(Formula, Optimizer):
                 if rows and (early or rows["step"] > 0):
                     kept = rows.keys() - ({"step"} if not self.counts_steps else ())
                     states[index] = {name: rows[name].clone(memory_format=torch.contiguous_format) for name in kept}
-            groups = [{} if example is None else dict(example.param_groups[0]) for _ in self.param_groups]
-            for values, group in zip(groups, self.param_groups, strict=True):
-                values |= {key: own(plain(value), member) for key, value in group.items() if key != MASTER_WEIGHTS}
-                values["params"] = [indices[param] for param in group["params"]]
+            groups = []
+            for group in self.param_groups:
+                values = {key: own(plain(value), member) for key, value in group.items() if key != MASTER_WEIGHTS}
+                groups.append({**defaults, **values, "params": [indices[param] for param in group["params"]]})
             state_dicts.append({"state": states, "param_groups": groups})
         return state_dicts
 
@@ -405,10 +405,7 @@ class FusedOptimizer(Formula, Optimizer):
                 param_mark = membership_of(param)
                 entry, part = self.state.get(param, {}), tables.get(f"state/{param_mark.name}", MemberTable(0))
                 if part.columns.keys() - entry.keys():
-                    entry = self._state(param, group, self._settings(group))
-                    for name in part.columns.keys() - entry.keys():
-                        # The present settings do not use it, as if a momentum was set to 0 later.
-                        entry[name] = torch.zeros_like(param, dtype=part[name].dtype)
+                    entry = self._state(param, group, self._settings(group), part.columns)
                 if param_mark.is_own:
                     if lacking := entry.keys() - part.columns.keys():
                         begin_rows(self, group, param, lacking, rows)
@@ -444,8 +441,7 @@ class FusedOptimizer(Formula, Optimizer):
         vectors, columns = read(group, self.hypers, members)
         options = self._options(group)
         for name, value in options._asdict().items():
-            is_flag = name == MASTER_WEIGHTS or isinstance(self.arguments[name].default, bool)
-            if is_flag and not isinstance(value, bool):
+            if isinstance(self.arguments[name].default, bool) and not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}: give True or False, one for all members of a param group")
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
@@ -471,8 +467,11 @@ class FusedOptimizer(Formula, Optimizer):
         group.update({name: tuple(group[name]) for name in self.options if isinstance(group[name], list)})
         return self.Options(*map(group.__getitem__, self.options), group[MASTER_WEIGHTS])
 
-    def _state(self, param: Tensor, group: ParamGroup, settings: Settings) -> State:
-        """Add what a step needs and the state of a parameter lacks, at its initial values; return the state."""
+    def _state(self, param: Tensor, group: ParamGroup, settings: Settings, names: Iterable[str] = ()) -> State:
+        """Add what a step needs and the state of a parameter lacks, at its initial values; return the state.
+
+        ``names``: of further state that the present settings do not use, as if a momentum was set to 0 later.
+        """
         state: State = self.state[param]
         dtype = state_dtype(param, settings.options.master_weights)
         if dtype != param.dtype and MASTER_STACK not in state:
@@ -482,7 +481,7 @@ class FusedOptimizer(Formula, Optimizer):
             # The dtypes in which torch's optimizers keep scalar state.
             kind = torch.float64 if wide and name != "step" else torch.float32
             state.setdefault(name, torch.full(numbers_shape(param_mark), first, dtype=kind, device="cpu"))
-        lacking = [name for name in settings.names if name not in state]
+        lacking = [name for name in dict.fromkeys([*settings.names, *names]) if name not in state]
         for name in lacking:
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         if self.begin is not Formula.begin:

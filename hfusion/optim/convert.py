@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import member_rows
+from hfusion.optim import formulas
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.coupling import AskedParams
-from hfusion.optim.formulas import Adam, AdamW
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import ParamGroup
 
@@ -38,10 +38,19 @@ def fuse(optimizers: Sequence[Optimizer], fused: Any, into: type[FusedOptimizer]
     cls = into or _counterpart(originals)
     params = dict(fused.named_parameters())
     keys = _aligned_keys(originals, fused, params)
-    groups = [
-        _fuse_group(cls, index, [original.param_groups[index] for original in originals], [params[n] for n in names])
-        for index, names in enumerate(keys)
-    ]
+    groups: list[ParamGroup] = []
+    for index, names in enumerate(keys):
+        member_groups = [original.param_groups[index] for original in originals]
+        group: ParamGroup = {"params": AskedParams(params[name] for name in names)}
+        groups.append(group)
+        if "param_names" in member_groups[0]:
+            group["param_names"] = list(member_groups[0]["param_names"])
+        for key in member_groups[0]:
+            if key in _INTERNAL or (key == "decoupled_weight_decay" and key not in cls.options):
+                continue
+            _the_same(f"whether group {index} has an option {key!r}", [key in of_member for of_member in member_groups])
+            where, options = f"option {key!r} of group {index}", [of_member[key] for of_member in member_groups]
+            group[key] = _the_same(where, options) if key in cls.options else _fuse_option(where, options)
     optimizer: FusedOptimizer = cls(groups)
     optimizer.explicit_keys = [_explicit_keys(originals, index) for index in range(len(groups))]
     for group, *member_groups in zip(optimizer.param_groups, *(o.param_groups for o in originals), strict=True):
@@ -53,11 +62,9 @@ def fuse(optimizers: Sequence[Optimizer], fused: Any, into: type[FusedOptimizer]
                 state = {key: t for key, t in tensors.items() if key in cls.numbers or t.shape == param.shape}
                 # SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun.
                 states.append({"step": torch.ones((), device="cpu"), **state} if state else {})
-            entry = optimizer._state(stack, group, optimizer._settings(group)) if any(states) else {}
-            for name in dict.fromkeys(key for state in states for key in state):
-                if name not in entry:
-                    # The present settings do not use it, as if a momentum was set to 0 later.
-                    entry[name] = torch.zeros_like(stack)
+            kept = dict.fromkeys(key for state in states for key in state)
+            entry = optimizer._state(stack, group, optimizer._settings(group), kept) if kept else {}
+            for name in kept:
                 rows = [row for row, state in enumerate(states) if name in state]
                 column = member_rows(entry[name], membership_of(stack))
                 column[rows] = torch.stack([states[row][name] for row in rows]).to(column)
@@ -97,29 +104,23 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
     return optimizer_list
 
 
-def _torch_classes(cls: type[FusedOptimizer] = FusedOptimizer) -> Iterator[type[FusedOptimizer]]:
-    """Yield the subclasses that define their own ``torch_class``, in the order of their definition."""
-    for subclass in cls.__subclasses__():
-        if vars(subclass).get("torch_class") is not None:
-            yield subclass
-        yield from _torch_classes(subclass)
-
-
 def _counterpart(optimizers: list[Optimizer]) -> type[FusedOptimizer]:
     """Return the class of hf.optim that does the same. Raises FusionError if there is none."""
-    kind, classes = type(optimizers[0]), {cls.torch_class: cls for cls in _torch_classes()}
-    if kind not in classes:
-        names = ", ".join(sorted(f"torch.optim.{known.__name__}" for known in classes if known))
+    known: dict[str, Any] = {n: cls for n, cls in vars(formulas).items() if getattr(cls, "torch_class", None)}
+    kind = type(optimizers[0])
+    if kind.__name__ not in known or known[kind.__name__].torch_class is not kind:
+        names = ", ".join(f"torch.optim.{name}" for name in sorted(known))
         raise FusionError(
             f"optimizer 0 is {kind.__name__}; supported are {names}; for another one, give the class of hf.optim that "
             "computes the same as into="
         )
-    if not issubclass(classes[kind], Adam):
-        return classes[kind]
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
+        found: type[FusedOptimizer] = known[kind.__name__]
+        return found
     decoupled = [bool(group.get("decoupled_weight_decay")) for opt in optimizers for group in opt.param_groups]
     if len(set(decoupled)) > 1:
         raise FusionError(f"decoupled_weight_decay={decoupled} in the param groups of all optimizers: use one value")
-    return AdamW if decoupled[0] else Adam
+    return formulas.AdamW if decoupled[0] else formulas.Adam
 
 
 def _aligned_keys(optimizers: list[Optimizer], fused: Any, params: dict[str, torch.nn.Parameter]) -> list[list[str]]:
@@ -154,27 +155,10 @@ def _aligned_keys(optimizers: list[Optimizer], fused: Any, params: dict[str, tor
     return keys[0]
 
 
-def _fuse_group(
-    cls: type[FusedOptimizer], index: int, member_groups: list[ParamGroup], params: list[torch.nn.Parameter]
-) -> ParamGroup:
-    group: ParamGroup = {"params": AskedParams(params)}
-    if "param_names" in member_groups[0]:
-        group["param_names"] = list(member_groups[0]["param_names"])
-    for key, first in member_groups[0].items():
-        if key in _INTERNAL or (key == "decoupled_weight_decay" and key not in cls.options):
-            continue
-        _the_same(
-            f"whether group {index} has an option {key!r}", [key in member_group for member_group in member_groups]
-        )
-        where, values = f"option {key!r} of group {index}", [member_group[key] for member_group in member_groups]
-        group[key] = _the_same(where, values) if key in cls.options else _fuse_option(where, first, values)
-    return group
-
-
-def _fuse_option(where: str, first: Any, values: list[Any]) -> Any:
-    if isinstance(first, (tuple, list)):
-        return tuple(_fuse_option(where, column[0], list(column)) for column in zip(*values, strict=True))
-    if isinstance(first, Tensor) or (isinstance(first, (int, float)) and not isinstance(first, bool)):
+def _fuse_option(where: str, values: list[Any]) -> Any:
+    if isinstance(values[0], (tuple, list)):
+        return tuple(_fuse_option(where, list(column)) for column in zip(*values, strict=True))
+    if isinstance(values[0], Tensor) or (isinstance(values[0], (int, float)) and not isinstance(values[0], bool)):
         return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
     return _the_same(where, values)
 
