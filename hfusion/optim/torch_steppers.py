@@ -159,22 +159,19 @@ class MemberLoop(Stepper):
             options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
             for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
                 options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
-            # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
-            optimizer = self._class([torch.zeros(1, 1, device="cpu")], **options)
+            params = [stack.detach()[member] for stack, _ in self._states]
+            optimizer = self._class(params, **options)
+            # Some classes, such as Adagrad, create state for their parameters here.
             early = bool(optimizer.state)
-            optimizer.state.clear()
-            trained = []
-            for (stack, state), grad in zip(self._states, grads, strict=True):
-                param, rows = stack.detach()[member], {name: state[name][member] for name in (*buffers, *numbers)}
+            states = [{name: state[name][member] for name in (*buffers, *numbers)} for _, state in self._states]
+            for param, rows, grad in zip(params, states, grads, strict=True):
                 param.grad = grad[member]
-                trained.append((param, rows))
                 if rows and (early or rows["step"] > 0):
                     # Copies of numbers, since not all classes count.
                     optimizer.state[param] |= {n: row.clone() if n in numbers else row for n, row in rows.items()}
-            optimizer.param_groups[0]["params"] = [param for param, _ in trained]
             # Step hooks must not run here, since this is only a part of a step.
             unwrap(self._class.step)(optimizer)
-            for param, rows in trained:
+            for param, rows in zip(params, states, strict=True):
                 for name, row in rows.items():
                     if name == "step":
                         row.add_(settings.advance[member])
