@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
-from hfusion.optim.hyper import MASTER_WEIGHTS, Hyper
+from hfusion.optim.hyper import MASTER_WEIGHTS, Hyper, Settings
 
 New: TypeAlias = tuple[Tensor, Mapping[str, Tensor]]
 """The parameter and its state after a step."""
@@ -371,3 +371,68 @@ def expression(operation: Operation, operands: Iterable[str]) -> str:
     if operation.operator in _INFIX and len(operation.operands) == 2:
         return f"{first} {_INFIX[operation.operator]} {others[0]}"
     return f"{operation.operator}({', '.join([first, *others])})"
+
+
+# What makes steps of tensors by a formula: its kernels, or torch.
+
+
+@dataclass(frozen=True, eq=False)
+class StepTensors:
+    """Tensors of one dtype on one device that a stepper updates.
+
+    Attributes:
+        formula: what a step computes.
+        options: of the param group.
+        names: of the stacks in the state.
+        stacks: the parameters, then the stacks of each of the names; lists of tensors ``[B, *shape]``.
+        numbers: by name a list of vectors ``[B]``, one for each parameter, on the CPU; empty if no state is kept.
+    """
+
+    formula: type[Formula]
+    options: Any
+    names: Sequence[str]
+    stacks: Sequence[Sequence[Tensor]]
+    numbers: Mapping[str, list[Tensor]]
+
+    def advance(self, settings: Settings) -> Mapping[str, Tensor]:
+        """Advance the numbers in the state by one step; return the scalars of this step, float64 ``[params, B]``."""
+        members = len(self.stacks[0][0])
+        stacked = {name: torch.stack(list(vectors)) for name, vectors in self.numbers.items()}
+        if "step" in stacked:
+            stacked["step"] += settings.advance[:members]
+        step = stacked["step"].double() if stacked else torch.zeros(members, dtype=torch.float64, device="cpu")
+        n = SimpleNamespace(**{**stacked, "step": step})
+        hypers = settings.members[0]._make(settings.table[:, :members])
+        scalars = self.formula.scalars(hypers, settings.options, n)
+        for name, vectors in self.numbers.items():
+            new = stacked[name] if name == "step" else scalars[name]
+            torch._foreach_copy_(list(vectors), list(new.unbind()))
+        return {
+            name: torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(len(self.stacks[0]), members)
+            for name, value in scalars.items()
+        }
+
+
+class Stepper:
+    """Updates the tensors of a group.
+
+    A step is work on the host (`ready`), then launches that are the same every time (`launch`), which can be recorded.
+
+    Attributes:
+        contiguous: whether it reads gradients by address, so that they must be contiguous and of the parameters' dtype.
+        unrecordable: the reason why its launches cannot be recorded.
+        key: everything that the launches depend on, except the addresses of tensors.
+    """
+
+    contiguous = False
+    unrecordable = ""
+    key: Hashable = None
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Increment the step counts, and copy the host's numbers that a step needs to the device.
+
+        ``grads``: one gradient for each parameter.
+        """
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        """Launch the step; return the objects that must stay alive while the launches may be replayed."""

@@ -1,7 +1,7 @@
 """Steps by kernels in Triton on an accelerator: ``triton_kernels.py`` and what is generated from formulas.
 
 triton comes with torch for CUDA (https://triton-lang.org). Where it is missing, the optimizers run their formulas
-(``torch_steppers.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
+(``group.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from hfusion.core.memory import real_view
 from hfusion.device.backend import DeviceNumbers, backend, sent
-from hfusion.optim.formula import EXACT, KernelProgram, Operand, Operation, expression
+from hfusion.optim.formula import EXACT, KernelProgram, Operand, Operation, Stepper, StepTensors, expression
 from hfusion.optim.hyper import Settings
-from hfusion.optim.torch_steppers import Stepper, StepTensors
 
 # Bytes that a thread loads or stores at once, if all addresses are multiples of this number.
 WIDTH = 16
@@ -75,7 +74,7 @@ def triton_source(program: KernelProgram) -> str:
             lines.append(f"{operation.name} = {f'rounded({value}, {dtype})' if rounds else value}")
         return lines
 
-    count, states, hypers = len(program.scalars), program.states, program.formula.hypers
+    count, hypers = len(program.scalars), program.formula.hypers
     prepare = [
         "@triton.jit\ndef prepare(table, counts, scalars, members, ROWS: tl.constexpr):",
         "tensor, member = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)",
@@ -89,19 +88,16 @@ def triton_source(program: KernelProgram) -> str:
             for index, operand in enumerate(program.scalars.values())
         ),
     ]
+    pointers = {"param": "stacks", "grad": "grads"}
+    pointers |= {name: f"stacks + {index} * tensors" for index, name in enumerate(program.states, 1)}
     constants = "dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr"
     update = [
         f"@triton.jit\ndef update(spots, sizes, tensors, members, stacks, grads, scalars, {constants}):",
         "tensor, member, offsets, mask = spot(spots, sizes, BLOCK, LANES)",
         f"base = scalars + tensor * {count} * members + member",
         *(f"s_{name} = tl.load(base + {index} * members)" for index, name in enumerate(program.scalars)),
-        "at_param = address(stacks, tensor, offsets, dtype, LANES)",
-        "at_grad = address(grads, tensor, offsets, dtype, LANES)",
-        *(
-            f"at_{name} = address(stacks + {index} * tensors, tensor, offsets, dtype, LANES)"
-            for index, name in enumerate(states, 1)
-        ),
-        *(f"x_{name} = loaded(at_{name}, mask, dtype)" for name in ("param", "grad", *states)),
+        *(f"at_{name} = address({first}, tensor, offsets, dtype, LANES)" for name, first in pointers.items()),
+        *(f"x_{name} = loaded(at_{name}, mask, dtype)" for name in pointers),
         *assigned(program.update, "dtype"),
         *(f"tl.store(at_{name}, {text(operand)}, mask)" for name, operand in program.results.items()),
     ]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from inspect import unwrap
 from operator import attrgetter, is_, methodcaller
-from typing import TYPE_CHECKING, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, member_rows, membership
-from hfusion.core.memory import has_address, is_plain
-from hfusion.device.backend import Recorder, Recordings, backend
+from hfusion.core.memory import has_address, is_plain, real_view
+from hfusion.device.backend import DeviceNumbers, Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
-from hfusion.optim.formula import Formula, KernelProgram, program
+from hfusion.optim.formula import Formula, KernelProgram, Stepper, StepTensors, program
 from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
-from hfusion.optim.torch_steppers import MasterStepper, MemberLoop, StackedStepper, Stepper, StepTensors
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass, FakeTensor
 from hfusion.torch_private.export_state import TensorGuards, tensor_guards
 
@@ -33,6 +35,8 @@ _GRAD, _BYTES = attrgetter("grad"), methodcaller("tobytes")
 KERNELS: Mapping[str, Callable[[KernelProgram, StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
 # Formulas round these only once, after the update.
 _HALVES = (torch.float16, torch.bfloat16)
+# A large tensor is updated in so many pieces, of at least so many elements.
+_PIECES, _LEAST_PIECE = 16, 1 << 14
 
 
 class Group:
@@ -240,6 +244,135 @@ def check_gradient(param: Tensor, mark: Membership, grad: Tensor) -> None:
 def _text(tensor: Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"
+
+
+# Steppers without a kernel of their own: a formula on whole stacks, torch's own classes on rows, or another stepper.
+
+
+class StackedStepper(Stepper):
+    """The steps of a formula in torch, for any tensors."""
+
+    def __init__(self, tensors: StepTensors) -> None:
+        self._step = tensors
+        stacks = tensors.stacks
+        real = [[real_view(tensor) for tensor in stack] for stack in stacks]
+        self._members, first = len(stacks[0][0]), real[0][0]
+        self._dtype = torch.promote_types(first.dtype, torch.float32)
+        self._parameter_tensors = list(zip(*real, strict=True))
+        self._device_scalars = DeviceNumbers(first.device, self._dtype)
+        self._scalars: Sequence[Mapping[str, Tensor]] = ()
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        scalars = self._step.advance(settings)
+        written = self._device_scalars.write(torch.stack(list(scalars.values()), dim=1))
+        key = (tuple(scalars), written.data_ptr())
+        if key != self.key:
+            self.key = key
+            self._scalars = [dict(zip(scalars, vectors.unbind(), strict=True)) for vectors in written.unbind()]
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        for tensors, whole_grad, scalars in zip(self._parameter_tensors, grads, self._scalars, strict=True):
+            for *piece, piece_grad in self._pieces((*tensors, real_view(whole_grad))):
+                shape = [self._members, *[1] * (piece_grad.dim() - 1)]
+                s = SimpleNamespace(**{name: vector.view(shape) for name, vector in scalars.items()})
+                param, *stacks = old = [tensor.to(self._dtype) for tensor in piece]
+                state = dict(zip(self._step.names, stacks, strict=True))
+                grad = piece_grad.to(self._dtype)
+                new, new_state = self._step.formula.update(param, grad, state, s, self._step.options)
+                # Cloned, where a stack becomes what another one was.
+                values = [new, *map(new_state.__getitem__, self._step.names)]
+                values = [value.clone() if any(value is tensor for tensor in old) else value for value in values]
+                for tensor, value in zip(piece, values, strict=True):
+                    tensor.copy_(value)
+        return self._scalars
+
+    def _pieces(self, tensors: tuple[Tensor, ...]) -> Iterator[Sequence[Tensor]]:
+        """Yield pieces of the tensors one after the other, so that temporaries are small beside the whole."""
+        count = tensors[0].numel()
+        if not self._step.formula.elementwise or not all(map(Tensor.is_contiguous, tensors)):
+            yield from [tensors] if count else []
+            return
+        columns = max(1, max(_LEAST_PIECE, count // _PIECES) // self._members)
+        rows = [tensor.view(self._members, -1) for tensor in tensors] if count else []
+        yield from zip(*(tensor.split(columns, dim=1) for tensor in rows), strict=True)
+
+
+class MemberLoop(Stepper):
+    """Steps by torch's own class, one member after the other: it rounds half precision as for a model alone."""
+
+    def __init__(self, tensors: StepTensors) -> None:
+        assert tensors.formula.torch_class is not None
+        self._class: type[Optimizer] = tensors.formula.torch_class
+        self._step = tensors
+        columns, names = (*tensors.stacks, *tensors.numbers.values()), (*tensors.names, *tensors.numbers)
+        # Each parameter, and its stacks and numbers by name.
+        self._states = [(param, dict(zip(names, state, strict=True))) for param, *state in zip(*columns, strict=True)]
+        dtype = str(tensors.stacks[0][0].dtype).removeprefix("torch.")
+        self.unrecordable = (
+            f"torch's own {self._class.__name__} steps the members of {dtype} parameters: there is no kernel for them, "
+            "or they or their state are not contiguous"
+        )
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        self._settings = settings
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        settings, formula, numbers = self._settings, self._step.formula, self._step.numbers
+        for member, buffers in zip(range(len(self._states[0][0])), settings.buffers, strict=False):
+            options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
+            for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
+                options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
+            params = [stack.detach()[member] for stack, _ in self._states]
+            optimizer = self._class(params, **options)
+            # Some classes, such as Adagrad, create state for their parameters here.
+            early = bool(optimizer.state)
+            states = [{name: state[name][member] for name in (*buffers, *numbers)} for _, state in self._states]
+            for param, rows, grad in zip(params, states, grads, strict=True):
+                param.grad = grad[member]
+                if rows and (early or rows["step"] > 0):
+                    # Copies of numbers, since not all classes count.
+                    optimizer.state[param] |= {n: row.clone() if n in numbers else row for n, row in rows.items()}
+            # Step hooks must not run here, since this is only a part of a step.
+            unwrap(self._class.step)(optimizer)
+            for param, rows in zip(params, states, strict=True):
+                for name, row in rows.items():
+                    if name == "step":
+                        row.add_(settings.advance[member])
+                    elif (new := optimizer.state[param][name]) is not row:
+                        row.copy_(new)
+        return None
+
+
+class MasterStepper(Stepper):
+    """Steps of half-precision parameters by ``inner``, which steps their master weights.
+
+    Where a parameter is not what its master weights round to, it has been written to: the master weights are then
+    read from it, so that loaded, copied and restarted rows need nothing else.
+
+    Args:
+        params: stacks ``[B, *shape]`` of bfloat16 or float16.
+        masters: the same in float32.
+        inner: made for ``masters``.
+    """
+
+    def __init__(self, params: Sequence[Tensor], masters: Sequence[Tensor], inner: Stepper) -> None:
+        self._params, self._masters, self._inner = list(params), list(masters), inner
+        self.unrecordable = inner.unrecordable
+        # At the same addresses in every step, which recorded launches read.
+        self._gradients = [torch.empty_like(master) for master in masters]
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        self._inner.ready(self._gradients, settings)
+        self.key = self._inner.key
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        torch._foreach_copy_(self._gradients, list(grads))
+        for param, master in zip(self._params, self._masters, strict=True):
+            # A parameter that was written to is read.
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+        references = self._inner.launch(self._gradients)
+        torch._foreach_copy_(self._params, self._masters)
+        return references, self._gradients
 
 
 # Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.

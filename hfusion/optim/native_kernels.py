@@ -1,6 +1,6 @@
 """Steps by kernels in C: ``kernels.c`` and what is generated from formulas, compiled at first use.
 
-Without a compiler the optimizers run their formulas in torch (``torch_steppers.py``) and are only slower.
+Without a compiler the optimizers run their formulas in torch (``group.py``) and are only slower.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from hfusion.core.memory import real_view
 from hfusion.device import native
 from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import active_team
-from hfusion.optim.formula import KernelProgram, Operand, Operation, expression
+from hfusion.optim.formula import KernelProgram, Operand, Operation, Stepper, StepTensors, expression
 from hfusion.optim.hyper import Settings
-from hfusion.optim.torch_steppers import Stepper, StepTensors
 from hfusion.torch_private.export_state import tensor_guards
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -95,11 +94,10 @@ def c_source(program: KernelProgram, real: str, kinds: tuple[str, ...]) -> str:
         "void row(int64_t n, void *const *at, const void *scalars) {",
         f"const {real} *s = scalars;",
         *(f"const {real} s_{name} = s[{index}];" for index, name in enumerate(program.scalars)),
-        *lines((operation for operation in program.update if not operation.stacked), real),
         *(f"{real} *restrict at_{name} = at[{index}];" for index, name in enumerate(stacks)),
         "for (int64_t i = 0; i < n; i++) {",
         *(f"const {real} x_{name} = at_{name}[i];" for name in stacks),
-        *lines((operation for operation in program.update if operation.stacked), real),
+        *lines(program.update, real),
         *(f"at_{name}[i] = {text(operand, real)};" for name, operand in program.results.items()),
         "}\n}\n",
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 import hfusion as hf
 from hfusion import optim
 from hfusion.optim import clip, formula, gpu
-from hfusion.optim.torch_steppers import StepTensors
+from hfusion.optim.formula import StepTensors
 from tests.optim.arrays import CASES, ONE_EACH, Array, beside_a_bad_member, for_array, run, start
 from tests.optim.interpreted import forget, interpret
 
