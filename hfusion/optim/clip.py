@@ -364,7 +364,7 @@ class GradScaler:
             return
         values = self.table
         if new_scale is not None:
-            values["scale"] = _vector("new_scale", new_scale, len(values["scale"]))
+            values["scale"] = plain(member_vector("new_scale", new_scale, values.rows)).float()
         elif not self._overflowed_members:
             raise RuntimeError("no gradients were unscaled before update(): call step first")
         else:
@@ -435,7 +435,7 @@ class GradScaler:
         if not self._enabled:
             return
         if not self.table.rows:
-            columns = {name: _vector(name, value, members) for name, value in self._arguments.items()}
+            columns = {n: plain(member_vector(n, v, members)).float() for n, v in self._arguments.items()}
             self.table = MemberTable(members, {**columns, "tracker": torch.zeros(members, device="cpu")})
         if self.table.rows != members:
             raise ValueError(
@@ -450,8 +450,3 @@ class GradScaler:
         part.initial_values = dict(self.initial_values)
         part.table = self.table.take(rows)
         return part
-
-
-def _vector(name: str, value: HyperValue, members: int) -> Tensor:
-    vector: Tensor = plain(member_vector(name, value, members)).float()
-    return vector
