@@ -39,16 +39,7 @@ from hfusion.optim.group import (
     membership_of,
     numbers_shape,
 )
-from hfusion.optim.hyper import (
-    MASTER_STACK,
-    MASTER_WEIGHTS,
-    ParamGroup,
-    Settings,
-    member_vector,
-    plain,
-    read,
-    state_dtype,
-)
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, member_vector, plain, read
 from hfusion.optim.optimizer_rows import begin_rows, group_table, rearrange, width
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.module_hooks import spare_dynamo
@@ -216,8 +207,8 @@ class FusedOptimizer(Formula, Optimizer):
         """The number of stacks in the state of a parameter: 2 for Adam, 0 for SGD without momentum."""
         counts = []
         for group in self.param_groups:
-            stacks = len(self._settings(group).names)
-            doubled = any(state_dtype(param, group[MASTER_WEIGHTS]) != param.dtype for param in group["params"])
+            settings = self._settings(group)
+            stacks, doubled = len(settings.names), any(map(settings.has_masters, group["params"]))
             # Each is twice as large; so are the weights, and the gradients that a step converts.
             counts.append(2 * (stacks + 2) if doubled else stacks)
         return max(counts)
@@ -279,7 +270,7 @@ class FusedOptimizer(Formula, Optimizer):
     def unfuse(self) -> list[dict[str, Any]]:
         """Return B state dicts, one per member, for torch.optim's class of the same name; the state is copied."""
         for group in self.param_groups:
-            if any(state_dtype(param, group[MASTER_WEIGHTS]) != param.dtype for param in group["params"]):
+            if any(map(self._settings(group).has_masters, group["params"])):
                 raise FusionError(
                     "the state has master weights, which no optimizer of torch.optim has: take the members' models by "
                     "fused.unfuse(), and begin a new optimizer for each; or save opt.state_dict()"
@@ -473,8 +464,8 @@ class FusedOptimizer(Formula, Optimizer):
         ``names``: of further state that the present settings do not use, as if a momentum was set to 0 later.
         """
         state: State = self.state[param]
-        dtype = state_dtype(param, settings.options.master_weights)
-        if dtype != param.dtype and MASTER_STACK not in state:
+        dtype = torch.float32 if (masters := settings.has_masters(param)) else param.dtype
+        if masters and MASTER_STACK not in state:
             state[MASTER_STACK] = param.detach().to(torch.float32, copy=True)
         param_mark, wide = membership_of(param), torch.get_default_dtype() == torch.float64
         for name, first in self.numbers.items():

@@ -234,7 +234,6 @@ _COUNTS = {
 _ALIASES = {"truediv": "div", "to": "cast_like", "double": "to_double"}
 # Their results have no more bits than their operands.
 EXACT = ("abs", "sign", "maximum", "minimum", "where")
-_DIVIDING = ("div", "div_by", "addcdiv", "rsqrt")
 
 
 class Operation(NamedTuple):
@@ -267,13 +266,6 @@ class KernelProgram:
     new_numbers: Mapping[str, Operand]
     update: Sequence[Operation]
     results: Mapping[str, Operand]
-
-    def flushes(self, eps: float) -> bool:
-        """Return whether 0 may be taken for denormal numbers, if the least ``eps`` of a member is this."""
-        stacked = {operation.operator for operation in self.update if operation.stacked}
-        compared = stacked & {"sign", "lt", "le", "gt", "ge", "eq", "ne"}
-        # Beside such an eps no float can tell a denormal square from 0.
-        return not compared and (eps >= 1e-12 or not stacked & set(_DIVIDING))
 
 
 def program(formula: type[Formula], options: Any, states: tuple[str, ...]) -> KernelProgram | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from operator import attrgetter, is_, methodcaller
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from hfusion.core.memory import has_address, is_plain, real_view
 from hfusion.device.backend import DeviceNumbers, Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula, KernelProgram, Stepper, StepTensors, program
-from hfusion.optim.hyper import MASTER_STACK, Settings, state_dtype
+from hfusion.optim.hyper import HALVES, MASTER_STACK, Settings
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass, FakeTensor
 from hfusion.torch_private.export_state import TensorGuards, tensor_guards
 
@@ -33,8 +33,6 @@ _GRAD, _BYTES = attrgetter("grad"), methodcaller("tobytes")
 
 # Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
 KERNELS: Mapping[str, Callable[[KernelProgram, StepTensors], Stepper | None]] = {"cpu": native_kernels.plan}
-# Formulas round these only once, after the update.
-_HALVES = (torch.float16, torch.bfloat16)
 # A large tensor is updated in so many pieces, of at least so many elements.
 _PIECES, _LEAST_PIECE = 16, 1 << 14
 
@@ -54,7 +52,7 @@ class Group:
         self._params = params
         mark = self._mark = membership_of(params[0])
         self._dtype = params[0].dtype
-        masters = state_dtype(params[0], settings.options.master_weights) != self._dtype
+        masters = settings.has_masters(params[0])
         columns = [MASTER_STACK, *names] if masters else names
         tensors = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in columns]]
         stacks = [[member_rows(tensor, mark) for tensor in column] for column in tensors]
@@ -96,7 +94,8 @@ def _stepper(tensors: StepTensors) -> Stepper:
         stepper = None if kernels is None else KERNELS.get(first.device.type, gpu.plan)(kernels, tensors)
         if stepper is not None:
             return stepper
-    if first.dtype in _HALVES and tensors.formula.torch_class is not None:
+    # Formulas round once, after the update.
+    if first.dtype in HALVES and tensors.formula.torch_class is not None:
         return MemberLoop(tensors)
     return StackedStepper(tensors)
 
@@ -106,14 +105,9 @@ def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], set
 
     Valid while all tensors keep their addresses. The arguments are as those of `Group`. Raises FusionError.
     """
-    # Kernels advance numbers on the CPU.
-    for entry, name in itertools.product([entry for _, entry in pairs if entry], formula.numbers):
-        value = entry[name]
-        if isinstance(value, Tensor) and not value.is_meta:
-            entry[name] = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
     alike: dict[object, list[tuple[Tensor, State]]] = {}
     for param, entry in pairs:
-        param_mark, dtype = membership_of(param), state_dtype(param, settings.options.master_weights)
+        param_mark = membership_of(param)
         check_memory(param, f"parameter {param_mark.name!r}")
         if param_mark.stacked and param.shape[:1] != (param_mark.members,):
             raise FusionError(
@@ -121,9 +115,28 @@ def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], set
                 f"members: it was replaced through .data; a stack has {param_mark.members} rows, and keep, append and "
                 "put of the fused module change their number"
             )
-        if entry:
-            stacks = [*settings.names, MASTER_STACK] if dtype != param.dtype else settings.names
-            check_state(param, param_mark, entry, dict.fromkeys(stacks, dtype), formula.numbers)
+        has_masters, shape = settings.has_masters(param), numbers_shape(param_mark)
+        dtype = torch.float32 if has_masters else param.dtype
+        for name in [*settings.names, *[MASTER_STACK] * has_masters] if entry else ():
+            stack = entry[name]
+            check_memory(stack, f"the state {name!r} of parameter {param_mark.name!r}")
+            kind = (param.shape, param.device, param.layout, dtype)
+            if (stack.shape, stack.device, stack.layout, stack.dtype) != kind:
+                raise FusionError(
+                    f"the state {name!r} of parameter {param_mark.name!r} is {_text(stack)}, the parameter "
+                    f"{_text(param)}: one of them was converted, moved or replaced after the other was made; bring the "
+                    "state to the parameters by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
+                )
+        for name in formula.numbers if entry else ():
+            value = entry[name]
+            if not isinstance(value, Tensor) or list(value.shape) != shape or value.is_meta:
+                actual = _text(value) if isinstance(value, Tensor) else repr(value)
+                label = "step counts" if name == "step" else f"state {name!r}"
+                raise FusionError(
+                    f"the {label} of parameter {param_mark.name!r} are {actual}; they must be numbers of shape {shape}"
+                )
+            # Kernels advance numbers on the CPU.
+            entry[name] = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
         alike.setdefault((param_mark.stacked, param.device, param.dtype), []).append((param, entry))
     return [Group(formula, part, settings) for part in alike.values()]
 
@@ -189,39 +202,6 @@ def check_memory(tensor: Tensor, label: str) -> None:
     else:
         remedy = "use torch.optim, or convert it to an ordinary torch.Tensor before the optimizer is made"
     raise FusionError(f"{label} must be an ordinary tensor in memory to be updated by hf.optim, got {kind}: {remedy}")
-
-
-def check_state(
-    param: Tensor,
-    mark: Membership,
-    entry: Mapping[str, Tensor],
-    stacks: Mapping[str, torch.dtype],
-    numbers: Iterable[str],
-) -> None:
-    """Raise FusionError unless the state of ``param`` fits its shape, its device and the number of members.
-
-    ``stacks``: the dtype that each stack in its state ``entry`` must have, by name. ``numbers``: the names of state
-    that is one number per member.
-    """
-    for name, dtype in stacks.items():
-        stack = entry[name]
-        check_memory(stack, f"the state {name!r} of parameter {mark.name!r}")
-        if (stack.shape, stack.device, stack.layout, stack.dtype) != (param.shape, param.device, param.layout, dtype):
-            raise FusionError(
-                f"the state {name!r} of parameter {mark.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
-                "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
-                "by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
-            )
-    expected_shape = numbers_shape(mark)
-    for name in numbers:
-        value = entry[name]
-        if not isinstance(value, Tensor) or list(value.shape) != expected_shape or value.is_meta:
-            actual = _text(value) if isinstance(value, Tensor) else repr(value)
-            numbers_name = "step counts" if name == "step" else f"state {name!r}"
-            raise FusionError(
-                f"the {numbers_name} of parameter {mark.name!r} are {actual}; they must be "
-                f"numbers of shape {expected_shape}"
-            )
 
 
 def check_gradient(param: Tensor, mark: Membership, grad: Tensor) -> None:

@@ -200,6 +200,10 @@ class Settings:
         """True if some member keeps any state."""
         return self.counted or self.options.master_weights or bool(self.names)
 
+    def has_masters(self, param: Tensor) -> bool:
+        """Return whether ``param`` has master weights."""
+        return state_dtype(param, self.options.master_weights) != param.dtype
+
     @cached_property
     def advance(self) -> Tensor:
         """The increments of the step counts: float32 ``[B]``, 1 for members whose steps are counted, else 0."""
@@ -223,9 +227,9 @@ state holds each such parameter in float32, which the steps update, and the para
 MASTER_STACK: Final = "master_param"
 """The name of master weights in the state of a parameter."""
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def state_dtype(param: Tensor, masters: bool) -> torch.dtype:
     """Return the dtype of the stacks in the state of ``param``: that of its master weights, if it has them."""
-    return torch.float32 if masters and param.dtype in _HALVES else param.dtype
+    return torch.float32 if masters and param.dtype in HALVES else param.dtype
