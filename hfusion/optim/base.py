@@ -29,17 +29,8 @@ from hfusion.optim import coupling, native_kernels
 from hfusion.optim.clip import overflowing, unscale
 from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
-from hfusion.optim.group import (
-    PreparedUpdate,
-    RecordedUpdates,
-    State,
-    Work,
-    check_memory,
-    common_members,
-    membership_of,
-    numbers_shape,
-)
-from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, member_vector, plain, read
+from hfusion.optim.group import PreparedUpdate, RecordedUpdates, Work, check_memory, common_members, membership_of
+from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, State, member_vector, plain, read
 from hfusion.optim.optimizer_rows import begin_rows, group_table, rearrange, width
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.module_hooks import spare_dynamo
@@ -251,8 +242,9 @@ class FusedOptimizer(Formula, Optimizer):
             name = type(self).__name__
             raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
         for key, param, entry in entries:
+            vector = list(param.shape[:1]) if membership_of(param).stacked else []
             for name, value in entry.items():
-                shape = numbers_shape(membership_of(param)) if name in self.numbers else list(param.shape)
+                shape = vector if name in self.numbers else list(param.shape)
                 if not isinstance(value, Tensor) or list(value.shape) != shape:
                     actual = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                     raise CheckpointError(
@@ -471,7 +463,8 @@ class FusedOptimizer(Formula, Optimizer):
         for name, first in self.numbers.items():
             # The dtypes in which torch's optimizers keep scalar state.
             kind = torch.float64 if wide and name != "step" else torch.float32
-            state.setdefault(name, torch.full(numbers_shape(param_mark), first, dtype=kind, device="cpu"))
+            shape = param.shape[:1] if param_mark.stacked else ()
+            state.setdefault(name, torch.full(shape, first, dtype=kind, device="cpu"))
         lacking = [name for name in dict.fromkeys([*settings.names, *names]) if name not in state]
         for name in lacking:
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

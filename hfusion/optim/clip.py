@@ -268,17 +268,12 @@ class GradScaler:
         if not isinstance(device, str | torch.device | None):
             raise TypeError(f"device={device!r} is no device: give the scale as init_scale={device!r}")
         self._enabled = enabled
-        names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        values = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._arguments = {
-            name: torch.as_tensor(value, dtype=torch.float32, device="cpu")
-            for name, value in zip(names, values, strict=True)
-        }
+        given = {"scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        given["growth_interval"] = growth_interval
+        self._arguments = {n: torch.as_tensor(v, dtype=torch.float32, device="cpu") for n, v in given.items()}
+        arguments = self._arguments.items()
         # The initial values for members that join; None if those of the first members differed.
-        self.initial_values = {
-            name: float(value.reshape(-1)[0]) if len(value.unique()) == 1 else None
-            for name, value in self._arguments.items()
-        }
+        self.initial_values = {n: float(v.max()) if len(v.unique()) == 1 else None for n, v in arguments}
         # The members' scales and counts, live; without columns before the first use.
         self.table = MemberTable(0)
         if (members := max(map(Tensor.numel, self._arguments.values()))) > 1:

@@ -124,9 +124,8 @@ class Formula:
         cls.arguments = {**cls.arguments, **own}
         cls.hypers = tuple(hyper for argument in cls.arguments.values() for hyper in argument.hypers)
         # Master weights are how state is kept, not what is computed.
-        cls.options = tuple(
-            name for name, argument in cls.arguments.items() if not argument.hypers and name != MASTER_WEIGHTS
-        )
+        shared = [name for name, argument in cls.arguments.items() if not argument.hypers]
+        cls.options = tuple(name for name in shared if name != MASTER_WEIGHTS)
         named: Any = namedtuple
         cls.Values = named("Values", [hyper.name for hyper in cls.hypers])
         cls.Options = named("Options", [*cls.options, MASTER_WEIGHTS])
@@ -399,10 +398,8 @@ class StepTensors:
         for name, vectors in self.numbers.items():
             new = stacked[name] if name == "step" else scalars[name]
             torch._foreach_copy_(list(vectors), list(new.unbind()))
-        return {
-            name: torch.as_tensor(value, dtype=torch.float64, device="cpu").expand(len(self.stacks[0]), members)
-            for name, value in scalars.items()
-        }
+        shape = len(self.stacks[0]), members
+        return {n: torch.as_tensor(v, dtype=torch.float64, device="cpu").expand(shape) for n, v in scalars.items()}
 
 
 class Stepper:

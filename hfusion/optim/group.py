@@ -20,14 +20,12 @@ from hfusion.core.memory import has_address, is_plain, real_view
 from hfusion.device.backend import DeviceNumbers, Recorder, Recordings, backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula, KernelProgram, Stepper, StepTensors, program
-from hfusion.optim.hyper import HALVES, MASTER_STACK, Settings
+from hfusion.optim.hyper import HALVES, MASTER_STACK, Settings, State
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass, FakeTensor
 from hfusion.torch_private.export_state import TensorGuards, tensor_guards
 
 if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
-
-State: TypeAlias = dict[str, Tensor]
 
 _GRAD, _BYTES = attrgetter("grad"), methodcaller("tobytes")
 
@@ -115,7 +113,7 @@ def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], set
                 f"members: it was replaced through .data; a stack has {param_mark.members} rows, and keep, append and "
                 "put of the fused module change their number"
             )
-        has_masters, shape = settings.has_masters(param), numbers_shape(param_mark)
+        has_masters, shape = settings.has_masters(param), [param_mark.members] if param_mark.stacked else []
         dtype = torch.float32 if has_masters else param.dtype
         for name in [*settings.names, *[MASTER_STACK] * has_masters] if entry else ():
             stack = entry[name]
@@ -173,11 +171,6 @@ def common_members(params: Sequence[Tensor]) -> int:
 def same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
     """Return whether two sequences hold the same objects in the same order."""
     return len(first) == len(second) and all(map(is_, first, second))
-
-
-def numbers_shape(mark: Membership) -> list[int]:
-    """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
-    return [mark.members] if mark.stacked else []
 
 
 # Checks of the properties that kernels assume of the tensors whose memory they read and write.

@@ -171,6 +171,9 @@ def read(
 ParamGroup: TypeAlias = dict[str, Any]
 """As torch.optim has them."""
 
+State: TypeAlias = dict[str, Tensor]
+"""The state of a parameter, by name."""
+
 
 @dataclass(frozen=True, eq=False)
 class Settings:
