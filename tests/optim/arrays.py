@@ -112,10 +112,15 @@ class Array:
                     return member, f"p{index}"
         return None
 
-    def draw_grads(self, skip: Sequence[int] = ()) -> None:
-        """New random gradients, the members' the rows of the array's; None for the parameters in ``skip``."""
+    def draw_grads(self, skip: Sequence[int] = (), steady: bool = False) -> None:
+        """New random gradients, the members' the rows of the array's; None for the parameters in ``skip``.
+
+        ``steady``: in the memory of the last ones, so that steps may be recorded.
+        """
         for index, param in enumerate(self.params):
             grad = None if index in skip else torch.randn_like(param)
+            if steady and grad is not None and param.grad is not None:
+                grad = param.grad.copy_(grad)
             param.grad = grad
             for member, params in enumerate(self.members):
                 params[index].grad = None if grad is None else grad[member].clone()
@@ -149,10 +154,12 @@ def alone_class(name: str) -> Any:
     return getattr(torch.optim, name, None) or PLAIN[name]
 
 
-def run(array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequence[int] = ()) -> None:
+def run(
+    array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequence[int] = (), steady: bool = False
+) -> None:
     """``steps`` steps of everybody on the same gradients."""
     for _ in range(steps):
-        array.draw_grads(skip)
+        array.draw_grads(skip, steady)
         fused.step()
         for optimizer in alone:
             optimizer.step()

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import hfusion as hf
 from hfusion.optim import group
-from tests.optim.arrays import CASES, Array, Per, alone_class, for_array, for_member, start
+from tests.optim.arrays import CASES, Array, Per, alone_class, for_array, for_member, run, start
 from tests.optim.interpreted import Closure, forget, interpret
 
 SHAPES = ((7, 5), (2,), (0,), (131,))
@@ -44,20 +44,6 @@ def fused_optimizer(name: str, options: dict[str, Any], array: Array) -> Any:
     return getattr(hf.optim, name)(array.params, **for_array(options, len(array)), master_weights=True)
 
 
-def train(fused: Any, alone: Masters, steps: int = 4) -> None:
-    """The same gradients at the same addresses in every step, so that steps may be recorded."""
-    alone.array.draw_grads()
-    places = [param.grad for param in alone.array.params]
-    for _ in range(steps):
-        alone.array.draw_grads()
-        for param, grad in zip(alone.array.params, places, strict=True):
-            assert grad is not None
-            assert param.grad is not None
-            param.grad = grad.copy_(param.grad)
-        fused.step()
-        alone.step()
-
-
 def check(fused: Any, alone: Masters) -> None:
     for index, param in enumerate(alone.array.params):
         state = fused.state[param]
@@ -73,7 +59,7 @@ def check(fused: Any, alone: Masters) -> None:
 def test_steps_are_those_of_float32_copies(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     array = Array(3, SHAPES, dtype)
     fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
-    train(fused, alone)
+    run(array, fused, [alone], 4, steady=True)
     check(fused, alone)
 
 
@@ -197,20 +183,11 @@ def exact(options: Mapping[str, Any]) -> dict[str, Any]:
 def unequal(name: str, options: Mapping[str, Any], array: Array, steps: int) -> tuple[Any, dict[str, int]]:
     """Step an array: its optimizer, and how many elements of parameters and state differ from the members' own.
 
-    Gradients are written to the same memory at each step, so that steps are recorded.
+    Gradients lie in the same memory at each step, so that steps are recorded.
     """
     fused, alone = start(name, options, array)
     array.draw_grads()
-    grads = [param.grad for param in array.params]
-    for _ in range(steps):
-        array.draw_grads()
-        for param, grad in zip(array.params, grads, strict=True):
-            assert grad is not None
-            assert param.grad is not None
-            param.grad = grad.copy_(param.grad)
-        fused.step()
-        for optimizer in alone:
-            optimizer.step()
+    run(array, fused, alone, steps, steady=True)
     differences = {}
     for index, param in enumerate(array.params):
         member_params = [params[index] for params in array.members]

@@ -153,30 +153,6 @@ def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, An
         forget()
 
 
-class Steady:
-    """Gradients that lie where they lay."""
-
-    def __init__(self, array: Array) -> None:
-        array.draw_grads()
-        self.array, self.grads = array, [param.grad for param in array.params]
-
-    def draw(self) -> None:
-        self.array.draw_grads()
-        for index, (param, grad) in enumerate(zip(self.array.params, self.grads, strict=True)):
-            assert grad is not None
-            assert param.grad is not None
-            param.grad = grad.copy_(param.grad)
-            for member, params in enumerate(self.array.members):
-                params[index].grad = grad[member].clone()
-
-    def run(self, fused: Any, alone: list[Any], steps: int) -> None:
-        for _ in range(steps):
-            self.draw()
-            fused.step()
-            for optimizer in alone:
-                optimizer.step()
-
-
 def set_lr(fused: Any, alone: list[Any], values: list[float]) -> None:
     fused.param_groups[0]["lr"] = values
     for optimizer, value in zip(alone, values, strict=True):
@@ -185,12 +161,11 @@ def set_lr(fused: Any, alone: list[Any], values: list[float]) -> None:
 
 def test_equals_alone_with_rates_that_change_between_replays(recorded_case: Made) -> None:
     array, fused, alone, tape = recorded_case
-    steady = Steady(array)
-    steady.run(fused, alone, 5)
+    run(array, fused, alone, 5, steady=True)
     assert (tape.made, tape.replayed) == (1, 3)
     for step in range(3):
         set_lr(fused, alone, [0.1 / (step + 1), 0.0, 0.3])
-        steady.run(fused, alone, 1)
+        run(array, fused, alone, 1, steady=True)
     array.assert_equal()
     assert (tape.made, tape.replayed) == (1, 6)
     assert fused.launches == "recorded and replayed as one"
@@ -199,7 +174,7 @@ def test_equals_alone_with_rates_that_change_between_replays(recorded_case: Made
         fused.param_groups[0]["weight_decay"] = 0.0
         for optimizer in alone:
             optimizer.param_groups[0]["weight_decay"] = 0.0
-        steady.run(fused, alone, 4)
+        run(array, fused, alone, 4, steady=True)
         array.assert_equal()
 
 
