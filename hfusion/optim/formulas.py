@@ -22,7 +22,13 @@ def _complements(h: Any) -> dict[str, Any]:
     return {**h._asdict(), "fresh1": 1 - h.beta1, "fresh2": 1 - h.beta2, "shrink": 1 - h.lr * h.weight_decay}
 
 
-class SGD(FusedOptimizer):
+class Elementwise(FusedOptimizer):
+    """Base class of the optimizers that update each element by itself."""
+
+    maximize: bool = for_all(default=False, kw_only=True)
+
+
+class SGD(Elementwise):
     """``torch.optim.SGD`` with a value of each hyper-parameter per member.
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``momentum``, ``dampening`` and
@@ -37,7 +43,6 @@ class SGD(FusedOptimizer):
     dampening: HyperValue = per_member(default=0.0, low=-float("inf"))
     weight_decay: HyperValue = per_member(default=0.0)
     nesterov: bool = for_all(default=False)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.SGD
     counts_steps = False
@@ -71,14 +76,13 @@ class SGD(FusedOptimizer):
         return add(param, step, -s.lr), {"momentum_buffer": mean}
 
 
-class AdaptiveMoments(FusedOptimizer):
+class AdaptiveMoments(Elementwise):
     """Base class of Adam and its relatives, which keep running means of the gradient and of its square."""
 
     lr: HyperValue = per_member(default=1e-3)
     betas: Sequence[HyperValue] = per_member(default=(0.9, 0.999), high=1.0, below=True, names=("beta1", "beta2"))
     eps: HyperValue = per_member(default=1e-8)
     weight_decay: HyperValue = per_member(default=0.0)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     moments = ("exp_avg", "exp_avg_sq")
 
@@ -248,7 +252,7 @@ class Adamax(AdaptiveMoments):
         return addcdiv(param, mean, largest, -s.step_size), {"exp_avg": mean, "exp_inf": largest}
 
 
-class Adagrad(FusedOptimizer):
+class Adagrad(Elementwise):
     """``torch.optim.Adagrad`` with a value of each hyper-parameter per member (Duchi, Hazan and Singer, 2011).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``lr_decay``, ``weight_decay``,
@@ -263,7 +267,6 @@ class Adagrad(FusedOptimizer):
     weight_decay: HyperValue = per_member(default=0.0)
     initial_accumulator_value: HyperValue = per_member(default=0.0)
     eps: HyperValue = per_member(default=1e-10)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.Adagrad
     moments = ("sum",)
@@ -283,7 +286,7 @@ class Adagrad(FusedOptimizer):
         return torch.addcdiv(param, -s.rate * grad, total.sqrt() + s.eps), {"sum": total}
 
 
-class Adadelta(FusedOptimizer):
+class Adadelta(Elementwise):
     """``torch.optim.Adadelta`` with a value of each hyper-parameter per member (Zeiler, 2012).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``rho``, ``eps`` and
@@ -297,7 +300,6 @@ class Adadelta(FusedOptimizer):
     rho: HyperValue = per_member(default=0.9, high=1.0)
     eps: HyperValue = per_member(default=1e-6)
     weight_decay: HyperValue = per_member(default=0.0)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.Adadelta
     moments = ("square_avg", "acc_delta")
@@ -316,7 +318,7 @@ class Adadelta(FusedOptimizer):
         return add(param, delta, -s.lr), {"square_avg": square, "acc_delta": moved}
 
 
-class RMSprop(FusedOptimizer):
+class RMSprop(Elementwise):
     """``torch.optim.RMSprop`` with a value of each hyper-parameter per member (Tieleman and Hinton, 2012).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``alpha``, ``eps``, ``weight_decay``
@@ -332,7 +334,6 @@ class RMSprop(FusedOptimizer):
     weight_decay: HyperValue = per_member(default=0.0)
     momentum: HyperValue = per_member(default=0.0)
     centered: bool = for_all(default=False)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     torch_class = torch.optim.RMSprop
 
@@ -363,7 +364,7 @@ class RMSprop(FusedOptimizer):
         return torch.where(s.momentum > 0, add(param, step, -s.lr), plain), new
 
 
-class Lion(FusedOptimizer):
+class Lion(Elementwise):
     """Lion with a value of each hyper-parameter per member (Chen and others, 2023).
 
     Source: "Symbolic Discovery of Optimization Algorithms", algorithm 2.
@@ -378,7 +379,6 @@ class Lion(FusedOptimizer):
     lr: HyperValue = per_member(default=1e-4)
     betas: Sequence[HyperValue] = per_member(default=(0.9, 0.99), high=1.0, below=True, names=("beta1", "beta2"))
     weight_decay: HyperValue = per_member(default=0.0)
-    maximize: bool = for_all(default=False, kw_only=True)
 
     moments = ("exp_avg",)
 
