@@ -104,6 +104,7 @@ def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], set
     Valid while all tensors keep their addresses. The arguments are as those of `Group`. Raises FusionError.
     """
     alike: dict[object, list[tuple[Tensor, State]]] = {}
+    taken = set[int]()
     for param, entry in pairs:
         param_mark = membership_of(param)
         check_memory(param, f"parameter {param_mark.name!r}")
@@ -133,8 +134,10 @@ def groups_of(formula: type[Formula], pairs: Sequence[tuple[Tensor, State]], set
                 raise FusionError(
                     f"the {label} of parameter {param_mark.name!r} are {actual}; they must be numbers of shape {shape}"
                 )
-            # Kernels advance numbers on the CPU.
-            entry[name] = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
+            # Kernels advance numbers on the CPU, each its own.
+            number = value.detach().to("cpu", torch.float32 if name == "step" else value.dtype).contiguous()
+            entry[name] = number.clone() if number.data_ptr() in taken else number
+            taken.add(entry[name].data_ptr())
         alike.setdefault((param_mark.stacked, param.device, param.dtype), []).append((param, entry))
     return [Group(formula, part, settings) for part in alike.values()]
 
