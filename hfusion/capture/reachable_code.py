@@ -452,7 +452,9 @@ def _functions_of(model: nn.Module, method: str) -> set[types.FunctionType]:
         reached.add(function)
         names, space = names_in(function.__code__), function.__globals__
         values = [space[name] for name in names.variables if name in space]
-        values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        # Decorators of packages hold much that forward never calls.
+        cells = () if is_installed_package(function.__module__) else function.__closure__ or ()
+        values += [cell.cell_contents for cell in cells if cell != types.CellType()]
         waiting += [f for value in values for f in functions_behind(value) if is_user_code(f.__module__)]
         more = set(names.attributes) - named
         waiting += [f for name, f in methods if name in more]
