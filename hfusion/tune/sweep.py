@@ -119,7 +119,8 @@ def sweep(
             with samplers that draw without regard to earlier values
             (random, grid, quasi-random, brute force) and no pruner that compares trials, one generation of CMA-ES and
             NSGA, and otherwise ``max(4, trials // 5)``. With ``pbt`` all.
-        seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``.
+        seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``. A
+            loader's own ``generator`` begins at its ``initial_seed() + seed + r``.
         clip_norm: the maximum gradient norm of each trial, as in torch.nn.utils.clip_grad_norm_.
         accumulate: minibatches per update, as in `hfusion.Task`: losses are divided by it, and the last update of an
             epoch may have fewer.

@@ -86,12 +86,15 @@ class Loaders:
 
 @contextmanager
 def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
-    """Context manager: seed torch and the loader's generators with ``seed``, and restore all of them at the end."""
+    """Context manager: seed torch with ``seed``, and restore its state at the end.
+
+    The loader's generators are seeded with ``seed`` and their own seeds, so that those have an effect.
+    """
     restart_workers(loader)
     with draws_kept(), generators_kept(loader):
         seed_in_use(seed)
         for generator in generators(loader):
-            generator.manual_seed(seed)
+            generator.manual_seed((generator.initial_seed() + seed) % 2**64)
         yield
 
 

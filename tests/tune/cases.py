@@ -25,10 +25,10 @@ def data(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, (inputs[:, 0] * inputs[:, 1] > 0).long())
 
 
-def loaders() -> dict[str, Any]:
+def loaders(generator: torch.Generator | None = None) -> dict[str, Any]:
     """Of which the first is shuffled; its last minibatch is smaller."""
     return {
-        "loader": DataLoader(data(90, 0), batch_size=32, shuffle=True),
+        "loader": DataLoader(data(90, 0), batch_size=32, shuffle=True, generator=generator),
         "eval_loader": DataLoader(data(40, 1), batch_size=16),
     }
 
@@ -53,10 +53,20 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def alone(
-    params: Mapping[str, Any], number: int, began: int, epochs: int, seed: int = 0, clip: float | None = None
+    params: Mapping[str, Any],
+    number: int,
+    began: int,
+    epochs: int,
+    seed: int = 0,
+    clip: float | None = None,
+    own: int | None = None,
 ) -> list[tuple[float, ...]]:
-    """Of each epoch of a trial: the mean loss of its steps, the loss and the accuracy over the samples to judge by."""
-    dataloaders = loaders()
+    """Of each epoch of a trial: the mean loss of its steps, the loss and the accuracy over the samples to judge by.
+
+    own: the seed of the loader's own generator, if it has one.
+    """
+    generator = torch.Generator()
+    dataloaders = loaders(None if own is None else generator)
     torch.manual_seed(number)
     model = make_model(params["hidden"], params["batch_norm"])
     make = partial(torch.optim.AdamW, betas=(params["beta1"], 0.99), weight_decay=params["weight_decay"])
@@ -64,6 +74,8 @@ def alone(
     values = []
     for epoch in range(epochs):
         torch.manual_seed(seed + began + epoch)
+        if own is not None:
+            generator.manual_seed(own + seed + began + epoch)
         trained = float(member.epoch(dataloaders["loader"]).mean())
         judges = dataloaders["eval_loader"]
         values.append((trained, member.judged(judges), member.judged(judges, accuracy)))

@@ -68,17 +68,22 @@ PRUNERS = {
 METRICS = {"steps": (None, "minimize", 0), "loss": (None, "minimize", 1), "accuracy": (accuracy, "maximize", 2)}
 
 
-@pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss"), ("halving", "accuracy")])
-def test_values_are_those_of_trials_alone(pruner: str, metric: str) -> None:
+@pytest.mark.parametrize(
+    ("pruner", "metric", "own"), [("none", "steps", 5), ("median", "loss", None), ("halving", "accuracy", None)]
+)
+def test_values_are_those_of_trials_alone(pruner: str, metric: str, own: int | None) -> None:
+    """With a loader that has a generator of seed ``own``, or none."""
     function, direction, column = METRICS[metric]
     options = {"eval_loader": None} if metric == "steps" else {}
+    generator = None if own is None else torch.Generator().manual_seed(own)
+    options |= {"loader": loaders(generator)["loader"]}
     result = sweep(14, pruner=PRUNERS[pruner](), metric=function, direction=direction, **options)
     assert {"hidden": {4, 8}, "batch_norm": {False, True}} == {
         name: {trial.params[name] for trial in result.trials} for name in ("hidden", "batch_norm")
     }
     for trial in result.trials:
         values = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
-        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], len(values))
+        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], len(values), own=own)
         assert values == pytest.approx([row[column] for row in expected], rel=1e-9, abs=1e-12)
         assert trial.value == values[-1]
     states = [trial.state.name for trial in result.trials]
