@@ -236,9 +236,10 @@ def sweep(
         try:
             runner.run()
         except BaseException:
-            # Without a folder the sweep cannot be resumed.
-            for number in list(sweep_trials.live) if folder is None else ():
-                sweep_trials.end(number, sweep_trials.states.FAIL)
+            # Without a folder the sweep cannot be resumed. As in study.optimize, callbacks are not called after an
+            # error, which may be theirs.
+            for number in sweep_trials.live if folder is None else ():
+                opened_study.tell(number, state=sweep_trials.states.FAIL, skip_if_finished=True)
             raise
         return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best_models, len(workers.devices))
 

@@ -204,6 +204,21 @@ def test_errors_of_a_trial() -> None:
     assert states(result.study) == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE", "COMPLETE"]
 
 
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_errors_of_a_callback_leave_no_trial_running(error: type[BaseException]) -> None:
+    called: list[int] = []
+
+    def fail(study: Any, trial: Any) -> None:
+        called.append(trial.number)
+        raise error
+
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    with pytest.raises(error):
+        sweep(study=study, callbacks=[fail])
+    assert called == [0]
+    assert states(study) == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
+
+
 def test_stale_trials_are_failed_as_in_study_optimize(tmp_path: Path) -> None:
     """By the heartbeats of Optuna's storage, which a sweep records for its own trials."""
     beaten: set[int] = set()
