@@ -23,7 +23,7 @@ from hfusion.optim.lr_scheduler import PerMember
 
 try:
     import lightning
-    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAveraging
 except ImportError as error:
     raise ImportError("hfusion.lightning needs Lightning: pip install lightning (extra: hfusion[lightning])") from error
 
@@ -53,8 +53,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     Raises:
         FusionError: the models cannot be fused.
-        ValueError: tags and members differ in number, or ``accumulate`` is less than 1; or a scheduler watches
-            ``monitor``, and no value of that name was logged.
+        ValueError: tags and members differ in number, a tag or a metric has a name that another value is logged by, or
+            ``accumulate`` is less than 1; or a scheduler watches ``monitor``, and no value of that name was logged.
     """
 
     def __init__(
@@ -83,6 +83,10 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         self.tags = [str(member) for member in range(len(self.fused))] if tags is None else list(tags)
         if len(self.tags) != len(self.fused):
             raise ValueError(f"{len(self.tags)} tags for {len(self.fused)} members: give one for each")
+        if len(set(self.tags)) < len(self.tags):
+            raise ValueError(f"tags={self.tags}: every member has a name of its own")
+        if taken := {"loss", "loss_best"}.intersection(metrics or ()):
+            raise ValueError(f"metrics has {taken.pop()!r}, by which the losses are logged: give it another name")
         self._losses = per_model(loss)
         self._metrics = {name: per_model(metric) for name, metric in (metrics or {}).items()}
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -117,7 +121,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return [optimizer], [scheduler]
 
     def configure_callbacks(self) -> Any:
-        """Raise ValueError if the Trainer clips or accumulates gradients, or monitors one learning rate."""
+        """Raise ValueError if the Trainer clips or accumulates gradients, or has a callback for one model."""
         run = self.trainer
         if run.gradient_clip_val is not None:
             raise ValueError(
@@ -133,6 +137,11 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             raise ValueError(
                 "LearningRateMonitor logs one rate for all members. Leave it out: LightningArray logs the rate of each "
                 "member as lr/<name>."
+            )
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in run.callbacks):
+            raise ValueError(
+                "StochasticWeightAveraging needs automatic optimization for its learning rates and BatchNorm. Leave it "
+                "out: torch.optim.swa_utils.AveragedModel takes module.fused, and SWALR is a scheduler."
             )
         return []
 

@@ -546,8 +546,25 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
             {"callbacks": [lightning.pytorch.callbacks.LearningRateMonitor()]},
             "LearningRateMonitor logs one rate for all members",
         ),
+        (
+            {"callbacks": [lightning.pytorch.callbacks.StochasticWeightAveraging(1e-2)]},
+            "StochasticWeightAveraging needs automatic optimization",
+        ),
     ],
 )
 def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **option).fit(array(), DataLoader(data(), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tags": ["a", "a", "b"]}, r"tags=\['a', 'a', 'b'\]: every member has a name of its own"),
+        ({"metrics": {"loss": accuracy}}, "metrics has 'loss', by which the losses are logged"),
+        ({"metrics": {"loss_best": accuracy}}, "metrics has 'loss_best', by which the losses are logged"),
+    ],
+)
+def test_no_two_values_have_one_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        array(**options)
