@@ -23,6 +23,7 @@ from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.core.step_arguments import Compile
 from hfusion.device.backend import draws_kept, seed_in_use
+from hfusion.device.calibrate import is_present
 from hfusion.optim import AdamW
 from hfusion.population.weights import member_tensors
 from hfusion.step.train_step import train_step
@@ -68,7 +69,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     module: MakeModule | None = None
     _: KW_ONLY
     n_estimators: int = 10
-    hidden_layer_sizes: Sequence[int] = (100,)
+    hidden_layer_sizes: int | Sequence[int] = (100,)
     learning_rate_init: float | Sequence[float] = 1e-3
     weight_decay: float | Sequence[float] = 1e-4
     batch_size: int | str = "auto"
@@ -88,6 +89,13 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
+        sizes = np.atleast_1d(self.hidden_layer_sizes).tolist()
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"hidden_layer_sizes={self.hidden_layer_sizes!r}: give whole numbers of at least 1")
+        if isinstance(self.module, nn.Module) or not (self.module is None or callable(self.module)):
+            raise ValueError(f"module={self.module!r}: give a function that makes one from n_features and n_outputs")
+        if not is_present(torch.device(self.device)):
+            raise ValueError(f"device={self.device!r}: this machine has no such device")
         self._seed = seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         held: tuple[Any, ...] = ()
         if self.early_stopping:
@@ -99,7 +107,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             target, weights = torch.from_numpy(kept), kept_weights[0] if kept_weights else None
         self._mean, self._scale = _moments(x, weights)
         inputs = self._tensor(x)
-        make = self.module or (lambda features, outs: mlp(features, outs, self.hidden_layer_sizes))
+        make = self.module or (lambda features, outs: mlp(features, outs, sizes))
         dtype = inputs.dtype
         fused = build(
             lambda: make(x.shape[1], outputs).to(self.device, dtype), [seed + b for b in range(self.n_estimators)]
@@ -228,7 +236,7 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     Args:
         module: ``module(n_features, n_classes)`` returns a network with logits ``[N, n_classes]``; by default an MLP.
         n_estimators: the number of members.
-        hidden_layer_sizes: the hidden sizes of the MLP.
+        hidden_layer_sizes: the hidden sizes of the MLP, or the only one.
         learning_rate_init, weight_decay: arguments of AdamW; one value, or one per member.
         batch_size: samples per minibatch; "auto" is 200, or all samples if there are fewer.
         max_iter: the maximum number of epochs.

@@ -343,7 +343,7 @@ def test_wrong_arguments(case: str) -> None:
 
 pytest.importorskip("sklearn")
 
-SMALL: dict[str, Any] = {"n_estimators": 2, "hidden_layer_sizes": (16,), "max_iter": 25, "learning_rate_init": 0.03}
+SMALL: dict[str, Any] = {"n_estimators": 2, "hidden_layer_sizes": 16, "max_iter": 25, "learning_rate_init": 0.03}
 
 
 @parametrize_with_checks([EnsembleClassifier(**SMALL), EnsembleRegressor(**SMALL)])
@@ -430,6 +430,21 @@ def test_a_member_that_diverges_is_left_out() -> None:
     model.set_params(learning_rate_init=1e200)
     with pytest.raises(ValueError, match="every member's training diverged"):
         model.fit(x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_layer_sizes": "wide"}, "hidden_layer_sizes='wide': give whole numbers of at least 1"),
+        ({"hidden_layer_sizes": (8, 0)}, r"hidden_layer_sizes=\(8, 0\): give whole numbers of at least 1"),
+        ({"module": 3}, "module=3: give a function that makes one from n_features and n_outputs"),
+        ({"module": nn.Linear(4, 2)}, r"module=Linear\(.*\): give a function that makes one"),
+        ({"device": "cuda:99"}, "device='cuda:99': this machine has no such device"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnsembleRegressor(**{**SMALL, **options}).fit([[0.0], [1.0]], [0.0, 1.0])
 
 
 def test_what_is_not_fitted_says_so() -> None:

@@ -231,6 +231,7 @@ FUSE = {
     "hf.fuse(changed(lambda m: m[0].weight.register_post_accumulate_grad_hook(hook)))": "0.weight has a tensor hook",
     "hf.fuse([Sizes(4, 4), Sizes(4, 4)])(torch.ones(2, 4))": "shapes that depend on values .* use a form of fixed size",
     "hf.fuse([NoForward()])(torch.ones(2, 4))": r"NoForward defines no forward.*fused\.method",
+    "hf.fuse([mlp()]).to('meta')(torch.ones(2, 4, device='meta'))": "meta device, without values: .* to_empty",
     "hf.build(mlp, [])": "no seeds",
     "hf.build(lambda: 3, [0])": "gave int",
     "hf.build(lambda: ONE, [0, 1])": "one object for seeds 0 and 1",
@@ -283,6 +284,8 @@ FUSE = {
 }
 
 VALUES = {
+    "hf.build(mlp, [0, 1.5])": "seeds has 1.5: give whole numbers",
+    "hf.build(mlp, ['a'])": "seeds has 'a': give whole numbers",
     "fused()": r"Sequential.forward\(input.*forward\(\): missing a required argument: 'input'",
     "fused(1, 2)": r"forward\(\.\.\., \.\.\.\): too many positional",
     "fused(z=normal(4, 4))": r"forward\(z=\.\.\.\): missing a required argument",
@@ -335,6 +338,7 @@ VALUES = {
     "list(hf.zip_loaders([LOADER], epochs=[1, 2]))": "epochs has 2 values for 1 loaders",
     "list(hf.zip_loaders([LOADER], rows=[]))": "rows has 0 values for 1 loaders",
     "list(hf.zip_loaders([LOADER], epochs=-1))": "epochs=-1",
+    "list(hf.zip_loaders([LOADER, 3]))": "the loader of row 1 is 3: give minibatches",
     "list(hf.zip_loaders([[]]))": "the loader of row 0 gave no batch in epoch 0",
     "list(hf.zip_loaders([iter(LOADER)], epochs=2))": "gave no batch in epoch 1",
     "list(hf.zip_loaders([[torch.zeros(2)]], rows=[3]))": "got Tensor from the loader of row 3",
@@ -469,6 +473,9 @@ PLANS = {
     "hf.Device('cpu', memory='1e9')": "'1e9' is no positive number of bytes",
     "hf.Device('cpu', memory=0)": "0 is no positive number of bytes",
     "hf.Device('cpu', memory='0.1B')": "'0.1B' is no positive number of bytes",
+    "hf.Device('cpu', memory=True)": "True is no positive number of bytes",
+    "hf.Device(3, memory=1)": "device '3' is not known",
+    "hf.Device('cpu', 3, memory=1)": "one word",
     "hf.Device('gpu', memory=1)": "device 'gpu' is not known",
     "hf.Device('cpu', 'two words', memory=1)": "one word",
     "hf.Device('cpu', '', memory=1)": "one word",

@@ -14,6 +14,7 @@ from hfusion.capture.compare_models import Comparison, Sharing, check_alone, che
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
+from hfusion.core.row_indices import is_row
 from hfusion.device.backend import draws_kept, keep_large_blocks
 from hfusion.torch_private.export_state import uncompiled
 
@@ -72,6 +73,7 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
 
     Raises:
         FusionError: no seeds, or models that cannot be fused with the first.
+        ValueError: a seed is no whole number.
 
     Example:
         >>> len(build(lambda: nn.Linear(3, 2), seeds=range(4)))
@@ -81,6 +83,8 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
         raise FusionError(f"seeds is {seeds!r}: give one seed per member, such as range({seeds!r})")
     if len(seeds) == 0:
         raise FusionError("build got no seeds; give it one seed per member")
+    if wrong := [seed for seed in seeds if not is_row(seed)]:
+        raise ValueError(f"seeds has {wrong[0]!r}: give whole numbers")
     first = _create_model(make_model, 0, seeds[0], None)
     keep_large_blocks(len(seeds) * _largest(first))
     skeletons, variants = [skeleton(0, first)], [0]

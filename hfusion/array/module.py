@@ -319,6 +319,8 @@ class FusedModule(Tree):
             compiled = self._compiler.find(modes, arguments)
             if compiled is not None:
                 return compiled
+            if any(stack.device.type == "meta" for stack in self.stacks.values()):
+                raise FusionError("the array is on the meta device, without values: move it by to_empty(device=...)")
             with hinting((leaf for leaf in arguments.leaves if _may_be_stacked(leaf, len(self))), len(self)):
                 compiled = self._compiler.get(modes, arguments)
         if partly := compiled.written & self._array.comparison.partly:

@@ -128,7 +128,7 @@ def compute_rates(device: torch.device) -> ComputeRates:
     measurements cannot be cached, if this machine has no such device, and with HFUSION_RATES=standard in the
     environment. They are also used if the machine is too busy to be measured; the next process tries again.
     """
-    if _by_standard() or not _present(device) or not lasts():
+    if _by_standard() or not is_present(device) or not lasts():
         return standard_rates(device)
     path = cache_file("compute", describe(device))
     if path not in _chosen:
@@ -145,7 +145,8 @@ def _by_standard() -> bool:
     return os.environ.get("HFUSION_RATES") == "standard"
 
 
-def _present(device: torch.device) -> bool:
+def is_present(device: torch.device) -> bool:
+    """Return whether this machine has the device."""
     return device.type == "cpu" or torch.device(device.type, device.index or 0) in accelerators()
 
 
@@ -154,7 +155,7 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
 
     Raises PlanError if this machine has no such device, or if the folder cannot be written to.
     """
-    if not _present(device):
+    if not is_present(device):
         present = ", ".join(map(str, accelerators())) or "no accelerator"
         raise PlanError(f"there is no device {device}: torch sees {present}")
     computing, trouble = (standard_rates(device), "") if _by_standard() else _computing(device)

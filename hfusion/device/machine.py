@@ -35,7 +35,7 @@ def parse_bytes(text: str | int) -> int:
     (1536, 2000, 7)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
-    size = text if isinstance(text, int) else 0
+    size = text if isinstance(text, int) and not isinstance(text, bool) else 0
     if match:
         unit = match[2].upper() or "B"
         base, power = (1024, _UNITS[unit]) if unit in _UNITS else (1000, _DECIMAL.get(unit, -1))
@@ -66,15 +66,15 @@ class Device:
     name: str
     memory: int
 
-    def __init__(self, device: str, name: str | None = None, *, memory: str | int) -> None:
-        device_types = ("cpu", *types())
+    def __init__(self, device: str | torch.device, name: str | None = None, *, memory: str | int) -> None:
+        device, device_types = str(device), ("cpu", *types())
         if not re.fullmatch(rf"({'|'.join(device_types)})(:\d+)?", device):
             raise PlanError(
                 f"device {device!r} is not known: give a type and a number, such as 'cpu:1' or '{device_types[1]}:0'; "
                 f"the types are {', '.join(device_types)}"
             )
         name = device if name is None else name
-        if not name or any(character.isspace() for character in name):
+        if not isinstance(name, str) or not name or any(character.isspace() for character in name):
             raise PlanError(f"device {name!r}: a name is one word without spaces")
         vars(self).update(device=device, name=name, memory=parse_bytes(memory))
 

@@ -451,7 +451,9 @@ def _rounds(
 
 
 def _pairs(loader: Iterable[Any], row: int, epoch: int) -> Iterator[tuple[Any, Any]]:
-    """Yield the batches of one epoch of a member. Raises ValueError if there is none, or one is no pair."""
+    """Yield the batches of one epoch of a member. Raises ValueError if there is none, or if one is no pair."""
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ValueError(f"the loader of row {row} is {loader!r}: give minibatches (inputs, target)")
     empty = True
     for batch in loader:
         yield pair_of(batch, f"the loader of row {row}")
