@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -313,9 +314,12 @@ class Stream:
     def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
         """Raise PlanError if the loss fails, or its result has no gradient. What the loss keeps is as before."""
         module = self.loss.module
+        # `restored` puts back what functions of the user's reach. The loss may be an object, which is put back if it is
+        # the default argument of such a function.
+        reaching = FunctionType((lambda loss: loss).__code__, {"__name__": "__main__"}, None, (self.task.loss,))
         held = [(tensor.detach(), tensor.detach().clone()) for _, tensor in tensors(module)]
         try:
-            with torch.enable_grad(), restored(module):
+            with torch.enable_grad(), restored(PerModel(reaching).module), restored(module):
                 losses = self._losses(program, outputs, target)
         except HFusionError:
             raise

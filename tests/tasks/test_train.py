@@ -286,6 +286,46 @@ def test_a_loss_that_keeps_state_gets_what_members_return_and_no_other_calls() -
         torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-11)
 
 
+class Annealed:
+    """A loss that is scaled by the number of its calls."""
+
+    def __init__(self) -> None:
+        self.counts = {"calls": 0}
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return F.cross_entropy(output, target) * self.counts["calls"]
+
+    def within(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+class Holding(nn.Module):
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.loss(output, target)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["object", "method", "closure", "module"])
+def test_a_loss_that_counts_in_an_object_is_called_for_minibatches_only(form: str) -> None:
+    counting = Annealed()
+    forms: dict[str, Any] = {
+        "object": counting,
+        "method": counting.within,
+        "closure": lambda output, target: counting(output, target),
+        "module": Holding(counting),
+    }
+    minibatches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    model, (x, target) = nn.Linear(8, 3), minibatches[0]
+    expected = F.cross_entropy(model(x), target)
+    report = hf.train(hf.Task(model, forms[form], lambda params: hf.optim.SGD(params, lr=0.1), minibatches), machine())
+    assert counting.counts["calls"] == 3
+    torch.testing.assert_close(report["task"].losses[0, 0], expected)
+
+
 # Tasks that are compiled train as a loop over `hfusion.train_step`, and, but for rounding, as the plain loop.
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
