@@ -98,6 +98,7 @@ class Border:
             self._hear()
             if self._ended == plan.steps:
                 self.arrive()
+                self._finish(self.streams[0])
         if plan.trained(unit):
             self._trained(unit.step)
         elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
@@ -106,6 +107,12 @@ class Border:
             epoch, step = divmod(unit.step, plan.evaluated)
             if step == plan.evaluated - 1:
                 self._evaluated(epoch)
+                if epoch == self.setup.task.epochs - 1:
+                    self._finish(self.streams[1])
+
+    def _finish(self, stream: Stream) -> None:
+        """Raise PlanError if a loader has more minibatches, which would not be trained or evaluated."""
+        stream.finish(self.training.generators.copy().active(torch.device("cpu")))
 
     def arrive(self) -> None:
         """Wait for the losses of all minibatches that have ended, and pass them to callbacks."""

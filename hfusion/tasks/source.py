@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import FunctionType
@@ -236,6 +236,12 @@ class Stream:
         """Start reading at ``position``. Call it before the first `next`."""
         self._resumed = position
 
+    def finish(self, drawing: AbstractContextManager[None]) -> None:
+        """Raise PlanError if there are more minibatches after the last one of all epochs. `position` stays."""
+        self._resumed, self._began = self.position, None
+        with suppress(StopIteration):
+            self.next(drawing)
+
     def close(self) -> None:
         """Stop reading, and end the loader's processes and threads.
 
@@ -306,8 +312,9 @@ class Stream:
                     yield Minibatch.of(self.task, item, self.members)
             if read_count != loader_length:
                 count = "more" if read_count > loader_length else str(read_count)
+                role = "loader" if self.loader is self.task.loader else "eval_loader"
                 raise PlanError(
-                    f"task {self.task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
+                    f"task {self.task.name!r}: the {role} gave {count} minibatches in epoch {epoch}, but its length "
                     f"is {loader_length}: give one whose length is the number of its minibatches"
                 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.optim.hyper import MemberVector
 from hfusion.tasks.task import optimizer_of
-from tests.trained import machine
+from tests.trained import machine, planned
 
 # Tasks: refused arguments, which models belong together, and the optimizer of each array.
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
@@ -225,6 +226,7 @@ class Given:
         ([[PAIR] * 2, [PAIR] * 3], "the loader gave 2 minibatches in epoch 0, but its length is 3: give one whose"),
         ([[PAIR] * 3, []], "the loader gave 0 minibatches in epoch 1, but its length is 3"),
         ([[PAIR] * 4, [PAIR] * 3], "the loader gave more minibatches in epoch 0, but its length is 3"),
+        ([[PAIR] * 3, [PAIR] * 4], "the loader gave more minibatches in epoch 1, but its length is 3"),
         ([[PAIR, (torch.ones(3, 3), PAIR[1])]], "a minibatch has 3 samples, but the plan counts with 2, those of"),
         ([[PAIR, (torch.ones(2, 5), PAIR[1])]], r"needs another program, whose operators differ \(\d+ instead of"),
         ([[PAIR, PAIR[0]]], "a minibatch of the loader is Tensor"),
@@ -242,3 +244,18 @@ def test_a_loader_gives_what_it_says(epochs: list[list[Any]], words: str) -> Non
     with pytest.raises(hf.TrainError) as raised:
         hf.train(task, machine())
     assert re.search(f"task 'mine': .*{words}", str(raised.value.__cause__))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_an_eval_loader_gives_what_it_says(resident: bool) -> None:
+    loader = [PAIR] * 3
+    for given, words in ((loader, ""), (loader[:2], "gave 2 minibatches in"), ([*loader, PAIR], "gave more mini")):
+        task = hf.Task(Model(), F.cross_entropy, sgd, loader, eval_loader=Given(given), name="mine")
+        plan = planned([task], machine(), [1], [resident])
+        # Planning has read it.
+        task = dataclasses.replace(task, eval_loader=Given(given))
+        if not words:
+            assert hf.train(task, machine(), plan=plan)["mine"].eval_losses.shape == (1, 3, 1)
+            continue
+        with pytest.raises(hf.TrainError, match=f"PlanError: task 'mine': the eval_loader {words}"):
+            hf.train(task, machine(), plan=plan)
