@@ -33,7 +33,16 @@ from hfusion.passes.cost.flops import SymbolSizes, concrete
 from hfusion.passes.partition.split_program import input_names, match_cuts, split
 from hfusion.runtime.training import Recipe
 from hfusion.schedule.plan import Shard
-from hfusion.tasks.reading import Position, Reader, end_workers, length, reading, rereading, set_generators
+from hfusion.tasks.reading import (
+    Position,
+    Reader,
+    end_workers,
+    length,
+    reading,
+    rereading,
+    restart_workers,
+    set_generators,
+)
 from hfusion.tasks.task import Task
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -235,6 +244,14 @@ class Stream:
     def resume(self, position: Position) -> None:
         """Start reading at ``position``. Call it before the first `next`."""
         self._resumed = position
+
+    def restart(self) -> None:
+        """End persistent workers, which planning has started, so that the first epoch draws as by a new loader.
+
+        A run that goes on in a later epoch keeps them, since their start draws a number. Call it after `resume`.
+        """
+        if self._resumed is None or not self._resumed.epoch:
+            restart_workers(self.loader)
 
     def finish(self, drawing: AbstractContextManager[None]) -> None:
         """Raise PlanError if there are more minibatches after the last one of all epochs. `position` stays."""

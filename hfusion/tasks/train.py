@@ -254,6 +254,8 @@ class _TrainRun:
         border = Border(setup, plan, training, streams, scheduler, kept, *asks, listen, plain(rates), eager)
         if saved is not None:
             resume_from(saved, border)
+        for one in streams:
+            one.restart()
         listen(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(kept.steps)))
         self._note_end(border)
         return border

@@ -461,6 +461,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "drawing": lambda: DataLoader(Noisy(noise), 5, shuffle=True),
     "seeding": lambda: DataLoader(Noisy(seeded), 5, shuffle=True),
     "workers": lambda: DataLoader(Noisy(noise), 5, shuffle=True, num_workers=1),
+    "persistent workers": lambda: DataLoader(Noisy(noise), 5, shuffle=True, num_workers=1, persistent_workers=True),
 }
 
 
