@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import unwrap
 from numbers import Integral
 from threading import Lock
 from typing import Any, Literal, TypeAlias
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from hfusion.array.member_views import HOOKS
 from hfusion.array.module import FusedModule
 from hfusion.capture.compare_models import check_alone, check_pair
 from hfusion.capture.registered_tensors import tensors
@@ -22,9 +24,11 @@ from hfusion.core.membership import check_whole_stack
 from hfusion.core.patience import Patience
 from hfusion.core.step_arguments import Compile, check_compile, check_loss_function
 from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.coupling import has_hooks
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.optimizer_rows import made_for_rows
+from hfusion.step.step_signatures import any_hooks
 from hfusion.step.train_step import check_parts
 from hfusion.tasks.reading import generators, length
 
@@ -438,3 +442,28 @@ def _parts(loader: Any) -> Iterator[Any]:
     # Without persistent workers, each iterator of a DataLoader starts its own workers.
     if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
         yield loader
+
+
+def find_hook(models: Iterable[nn.Module], optimizer: object) -> str:
+    """Return what of a task has a user's hook of gradients or of steps, as a clause; empty if nothing has."""
+    for model in models:
+        for name, tensor in tensors(model):
+            if any_hooks([tensor]):
+                return f"{name} has a hook of its gradient"
+    if isinstance(optimizer, FusedOptimizer) and has_hooks(optimizer):
+        return f"{type(optimizer).__name__} has a hook of its steps"
+    return ""
+
+
+def check_shardable(name: str, array: FusedModule, optimizer: FusedOptimizer) -> None:
+    """Raise PlanError if code of the user is to run at calls of the whole array, or at steps of all its tensors."""
+    found = find_hook([array], optimizer)
+    if any(getattr(array, table) for table in HOOKS):
+        found = "its array has a hook of its calls"
+    elif not found and unwrap(optimizer.step) is not unwrap(FusedOptimizer.step):
+        found = f"{type(optimizer).__name__} has a step of its own"
+    if found:
+        raise PlanError(
+            f"task {name!r} is trained in shards, one after the other, and {found}, which is for all of them at once: "
+            "remove it, or give a device the memory for the whole task"
+        )

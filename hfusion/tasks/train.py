@@ -45,7 +45,7 @@ from hfusion.tasks.checkpoints import ArraySaves
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.minibatch_border import Border, KeptMembers, OnResult, shared_parameter
 from hfusion.tasks.source import CutPrograms, Minibatch, Stream, evaluation_parts, training_programs
-from hfusion.tasks.task import Task, seed_of
+from hfusion.tasks.task import Task, check_shardable, seed_of
 from hfusion.tasks.training_report import (
     ArrayEvent,
     ArrayListener,
@@ -184,6 +184,8 @@ class _TrainRun:
     def _border(self, index: int) -> Border:
         setup, plan, stack = self.arrangements[index], self.plan.tasks[index], self._stack
         task = setup.task
+        if not plan.resident:
+            check_shardable(task.name, setup.array, setup.optimizer)
         # As the user gave them: a scheduler may change them when it is made.
         rates = member_vector("lr", setup.optimizer.param_groups[0].get("lr", torch.nan), len(setup.members))
         named_tensors = dict(setup.array.named_parameters()) | dict(setup.array.named_buffers())

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -190,6 +190,54 @@ def test_what_may_be_shared(make: Callable[[], list[hf.Task]]) -> None:
         for model, state in zip(report[hf_task.name].models, states, strict=True):
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, state[name]), name
+
+
+# What is hung on a whole array, or on the steps of its optimizer, runs in tasks that are resident in this process.
+class Stepping(hf.optim.SGD):
+    calls: ClassVar[list[Any]] = []
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.calls.append(None)
+        return super().step(closure)
+
+
+def first_weight(fused: hf.FusedModule) -> Any:
+    return fused.get_parameter("head.weight")
+
+
+# What is added, with a function that it calls; and how it is refused in shards, and in other processes if it is.
+ADDED: dict[str, tuple[Callable[[Any, Any, Any], Any], str, bool]] = {
+    "forward": (lambda fused, opt, call: fused.register_forward_hook(call), "its array has a hook of its calls", False),
+    "before forward": (lambda fused, opt, call: fused.register_forward_pre_hook(call), "its array has a hook", False),
+    "backward": (lambda fused, opt, call: fused.register_full_backward_hook(call), "its array has a hook", False),
+    "gradient": (lambda fused, opt, call: first_weight(fused).register_hook(call), "head.weight has a hook of", True),
+    "accumulated": (
+        lambda fused, opt, call: first_weight(fused).register_post_accumulate_grad_hook(call),
+        "head.weight has a hook of its gradient",
+        True,
+    ),
+    "before a step": (lambda fused, opt, call: opt.register_step_pre_hook(call), "SGD has a hook of its steps", True),
+    "after a step": (lambda fused, opt, call: opt.register_step_post_hook(call), "SGD has a hook of its steps", True),
+    "own step": (lambda fused, opt, call: setattr(opt, "__class__", Stepping), "Stepping has a step of its own", False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_of_a_whole_array_is_refused_elsewhere(name: str) -> None:
+    add, words, _ = ADDED[name]
+    fused = array()
+    optimizer, before = hf.optim.SGD(fused.parameters(), lr=0.1), copy.deepcopy(fused.state_dict())
+    hf_task, calls = sharing_task("mine", fused, optimizer=optimizer), Stepping.calls
+    plan = planned([hf_task], machine(), [2], [False])
+    calls.clear()
+    add(fused, optimizer, lambda *args: calls.append(None))
+    with pytest.raises(PlanError, match=f"task 'mine' is trained in shards, .*{words}.*remove it, or give"):
+        hf.train(hf_task, machine(), plan=plan)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in fused.state_dict().items())
+    assert not calls
+    hf.train(hf_task, machine())
+    assert len(calls) == len(LOADER)
 
 
 # What a loader must keep to while a task is trained.
