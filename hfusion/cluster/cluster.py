@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hfusion.cluster.driver import Drive, placed_tasks
+from hfusion.cluster.driver import Drive, check_sendable, placed_tasks
 from hfusion.cluster.messages import Executor
 from hfusion.cluster.node import ArrayJob
 from hfusion.cluster.process_executor import ProcessExecutor
@@ -114,6 +114,7 @@ class Cluster:
         resume: bool,
         on_result: OnResult | None,
     ) -> Report:
+        check_sendable(tasks)
         with ExitStack() as stack:
             executor = self._open()
             stack.callback(executor.close)

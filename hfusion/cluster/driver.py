@@ -27,7 +27,7 @@ from hfusion.tasks.arrange import Room, array_of
 from hfusion.tasks.checkpoints import check_folder
 from hfusion.tasks.minibatch_border import OnResult, answered
 from hfusion.tasks.reading import set_generators
-from hfusion.tasks.task import Evaluation, Step, Task, check_loaders, check_tensors, listed_models, seed_of
+from hfusion.tasks.task import Evaluation, Step, Task, check_loaders, check_tensors, find_hook, listed_models, seed_of
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, ArrayNote, Report, TaskReport, joined
 
@@ -396,6 +396,20 @@ class PlacedArray:
         return replace(self.job, parcel=parcel, parts={key: parts.references[key] for key in keys})
 
 
+def check_sendable(tasks: Sequence[Task]) -> None:
+    """Raise PlanError if a task has what a copy of it in another process would lack."""
+    for task in tasks:
+        if isinstance(task.scheduler, lr_scheduler.LRScheduler):
+            raise PlanError(
+                f"task {task.name!r}: a scheduler that exists cannot go to another process; give a function that makes "
+                "one from an optimizer"
+            )
+        if hook := find_hook(listed_models(task), task.optimizer):
+            raise PlanError(
+                f"task {task.name!r}: {hook}, which cannot go to another process; remove it, or train in one process"
+            )
+
+
 def placed_tasks(
     tasks: Sequence[Task], devices: Sequence[DeviceInfo], job: ArrayJob, *, resume: bool
 ) -> list[PlacedArray]:
@@ -404,15 +418,9 @@ def placed_tasks(
     ``job``: what the jobs of all tasks have in common.
 
     Raises:
-        PlanError: tasks cannot be trained together, or have what cannot be sent.
+        PlanError: tasks cannot be trained together.
         CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
     """
-    for task in tasks:
-        if isinstance(task.scheduler, lr_scheduler.LRScheduler):
-            raise PlanError(
-                f"task {task.name!r}: a scheduler that exists cannot go to another process; give a function that makes "
-                "one from an optimizer"
-            )
     check_tensors(tasks)
     check_loaders([(task.name, task) for task in tasks])
     if job.checkpoint is not None:

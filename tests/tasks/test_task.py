@@ -225,7 +225,7 @@ ADDED: dict[str, tuple[Callable[[Any, Any, Any], Any], str, bool]] = {
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", ADDED)
 def test_what_is_of_a_whole_array_is_refused_elsewhere(name: str) -> None:
-    add, words, _ = ADDED[name]
+    add, words, lost = ADDED[name]
     fused = array()
     optimizer, before = hf.optim.SGD(fused.parameters(), lr=0.1), copy.deepcopy(fused.state_dict())
     hf_task, calls = sharing_task("mine", fused, optimizer=optimizer), Stepping.calls
@@ -234,10 +234,22 @@ def test_what_is_of_a_whole_array_is_refused_elsewhere(name: str) -> None:
     add(fused, optimizer, lambda *args: calls.append(None))
     with pytest.raises(PlanError, match=f"task 'mine' is trained in shards, .*{words}.*remove it, or give"):
         hf.train(hf_task, machine(), plan=plan)
+    if lost:
+        with pytest.raises(PlanError, match=f"task 'mine': {words}.*cannot go to another process; remove it, or"):
+            hf.train(hf_task, machine(2), processes=2)
     assert all(torch.equal(tensor, before[key]) for key, tensor in fused.state_dict().items())
     assert not calls
     hf.train(hf_task, machine())
     assert len(calls) == len(LOADER)
+
+
+def test_hooks_of_gradients_of_members_are_refused_in_other_processes() -> None:
+    fused, net = array(), Net()
+    for weight, models in ((fused[1].head.weight, fused), (net.head.weight, [Net(), net])):
+        weight.register_hook(lambda gradient: gradient * 2)
+        for options in ({}, {"processes": 2}):
+            with pytest.raises(hf.HFusionError, match=r"hook"):
+                hf.train(sharing_task("mine", models), machine(2), **options)
 
 
 # What a loader must keep to while a task is trained.
