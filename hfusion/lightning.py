@@ -17,9 +17,12 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.core.calls import stacked
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import values_of
+from hfusion.core.step_arguments import check_losses
 from hfusion.optim import FusedOptimizer, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import PerMember
+from hfusion.population.evaluation import number
 
 try:
     import lightning
@@ -54,7 +57,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     Raises:
         FusionError: the models cannot be fused.
         ValueError: tags and members differ in number, a tag or a metric has a name that another value is logged by, or
-            ``accumulate`` is less than 1; or a scheduler watches ``monitor``, and no value of that name was logged.
+            ``accumulate`` is no whole number of at least 1; a loss or a metric does not give one number for a member;
+            or a scheduler watches ``monitor``, and no value of that name was logged.
     """
 
     def __init__(
@@ -74,8 +78,12 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         tags: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if accumulate < 1:
-            raise ValueError(f"accumulate={accumulate}: at least one batch makes an update")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
+        if not callable(optimizer):
+            raise ValueError(f"optimizer={optimizer!r}: give a function")
+        if scheduler is not None and not callable(scheduler):
+            raise ValueError(f"scheduler={scheduler!r}: give a function, or None")
         if scheduler_interval not in ("epoch", "step"):
             raise ValueError(f'scheduler_interval={scheduler_interval!r}: it is "epoch" or "step"')
         self.automatic_optimization = False
@@ -163,6 +171,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             optimizer.zero_grad()
         inputs, target = self._arguments(batch)
         losses = self._losses(self._outputs(inputs), target)
+        check_losses(losses, len(self))
         self.manual_backward(losses.sum() / self._accumulate)
         if last:
             params = [parameter for parameter in self.fused.parameters() if parameter.grad is not None]
@@ -172,8 +181,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             optimizer.step()
         samples = _samples(batch, self._own_batches)
         self._log("train_loss", losses.detach(), samples)
-        for number, group in enumerate(optimizer.param_groups):
-            name = f"lr{number}" if number else "lr"
+        for index, group in enumerate(optimizer.param_groups):
+            name = f"lr{index}" if index else "lr"
             rates = zip(self.tags, group["lr"].tolist(), strict=True)
             self.log_dict({f"{name}/{tag}": rate for tag, rate in rates}, batch_size=samples)
         if last and self._interval == "step":
@@ -220,7 +229,11 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         inputs, target = self._arguments(batch)
         output, samples = self._outputs(inputs), _samples(batch, self._own_batches)
         for name, function in {"loss": self._losses, **self._metrics}.items():
-            self._log(f"{stage}_{name}", function(output, target), samples)
+            values = function(output, target)
+            if not isinstance(values, Tensor) or values.dim() != 1:
+                of_members = values if isinstance(values, Tensor) else values_of(values, len(self))
+                values = torch.tensor([number(value, f"{stage}_{name}") for value in of_members])
+            self._log(f"{stage}_{name}", values, samples)
 
     def _arguments(self, batch: Any) -> tuple[Any, Any]:
         if not _is_pair(batch):

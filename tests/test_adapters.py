@@ -472,9 +472,13 @@ def data(*lead: int) -> TensorDataset:
 def array(**options: Any) -> Any:
     return hf.lightning.LightningArray(
         make_models(),
-        loss=F.cross_entropy,
-        optimizer=lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
-        **{"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5), "clip_norm": CLIPS, **options},
+        **{
+            "loss": F.cross_entropy,
+            "optimizer": lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
+            "scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+            "clip_norm": CLIPS,
+            **options,
+        },
     )
 
 
@@ -526,7 +530,8 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 def test_what_is_logged(tmp_path: Path) -> None:
     loader = DataLoader(data(), batch_size=5)
-    module = array(metrics={"accuracy": accuracy}, tags=["a", "b", "c"])
+    metrics = {"accuracy": accuracy, "float": lambda output, target: float(accuracy(output, target))}
+    module = array(metrics=metrics, tags=["a", "b", "c"])
     run = trainer(tmp_path)
     run.fit(module, loader, loader)
     found = run.validate(module, loader, verbose=False)[0]
@@ -534,7 +539,8 @@ def test_what_is_logged(tmp_path: Path) -> None:
     members = [model.eval() for model in module.members]
     for name, model in zip("abc", members, strict=True):
         assert found[f"val_loss/{name}"] == pytest.approx(F.cross_entropy(model(x), y).item())
-        assert found[f"val_accuracy/{name}"] == pytest.approx(accuracy(model(x), y).item())
+        for metric in metrics:
+            assert found[f"val_{metric}/{name}"] == pytest.approx(accuracy(model(x), y).item())
     each = [found[f"val_loss/{name}"] for name in "abc"]
     assert found["val_loss"] == pytest.approx(sum(each) / 3)
     assert "train_loss/a" in run.callback_metrics or "val_loss/a" in run.callback_metrics
@@ -578,8 +584,16 @@ def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str,
         ({"tags": ["a", "a", "b"]}, r"tags=\['a', 'a', 'b'\]: every member has a name of its own"),
         ({"metrics": {"loss": accuracy}}, "metrics has 'loss', by which the losses are logged"),
         ({"metrics": {"loss_best": accuracy}}, "metrics has 'loss_best', by which the losses are logged"),
+        ({"accumulate": 1.5}, "accumulate=1.5: give a whole number of at least 1"),
+        ({"optimizer": 3}, "optimizer=3: give a function"),
+        ({"scheduler": 3}, "scheduler=3: give a function"),
+        ({"metrics": {"outputs": lambda output, target: output}}, r"val_outputs must give a number .* shape \[12, 3\]"),
+        ({"loss": partial(F.cross_entropy, reduction="none")}, "the loss must give one number for each of 3 members"),
+        ({"loss": lambda output, target: output.detach().sum()}, "have no gradient"),
     ],
 )
-def test_no_two_values_have_one_name(options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_an_array_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    loader = DataLoader(data(), batch_size=12)
+    run, validated = trainer(tmp_path), loader if "metrics" in options else None
     with pytest.raises(ValueError, match=message):
-        array(**options)
+        run.fit(array(**options), loader, validated)
