@@ -89,12 +89,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
-        sizes = np.atleast_1d(self.hidden_layer_sizes).tolist()
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError(f"hidden_layer_sizes={self.hidden_layer_sizes!r}: give whole numbers of at least 1")
-        if isinstance(self.module, nn.Module) or not (self.module is None or callable(self.module)):
-            raise ValueError(f"module={self.module!r}: give a function that makes one from n_features and n_outputs")
-        if not is_present(torch.device(self.device)):
+        if self.device is not None and not is_present(torch.device(self.device)):
             raise ValueError(f"device={self.device!r}: this machine has no such device")
         self._seed = seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         held: tuple[Any, ...] = ()
@@ -107,10 +102,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             target, weights = torch.from_numpy(kept), kept_weights[0] if kept_weights else None
         self._mean, self._scale = _moments(x, weights)
         inputs = self._tensor(x)
-        make = self.module or (lambda features, outs: mlp(features, outs, sizes))
         dtype = inputs.dtype
         fused = build(
-            lambda: make(x.shape[1], outputs).to(self.device, dtype), [seed + b for b in range(self.n_estimators)]
+            lambda: self._network(x.shape[1], outputs).to(self.device, dtype),
+            [seed + b for b in range(self.n_estimators)],
         )
         with _drawing(seed):
             self._check_outputs(fused, inputs[:1], outputs)
@@ -151,6 +146,20 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if stopping is not None:
             self.validation_scores_, self.best_validation_scores_ = stopping.restore()
         self.members_ = _finite(fused).eval()
+
+    def _network(self, features: int, outputs: int) -> nn.Module:
+        """Return the network of a new member. Raises ValueError if ``module`` or ``hidden_layer_sizes`` makes none."""
+        if self.module is None:
+            sizes = np.atleast_1d(self.hidden_layer_sizes).tolist()
+            if not all(isinstance(size, int) and size > 0 for size in sizes):
+                raise ValueError(f"hidden_layer_sizes={self.hidden_layer_sizes!r}: give whole numbers of at least 1")
+            return mlp(features, outputs, sizes)
+        if isinstance(self.module, nn.Module) or not callable(self.module):
+            raise ValueError(f"module={self.module!r}: give a function that makes one from n_features and n_outputs")
+        network: Any = self.module(features, outputs)
+        if not isinstance(network, nn.Module):
+            raise ValueError(f"module({features}, {outputs}) gave {type(network).__name__}: return an nn.Module")
+        return network
 
     @torch.no_grad()
     def _check_outputs(self, fused: FusedModule, sample: Tensor, outputs: int) -> None:

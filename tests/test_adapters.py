@@ -439,6 +439,7 @@ def test_a_member_that_diverges_is_left_out() -> None:
         ({"hidden_layer_sizes": (8, 0)}, r"hidden_layer_sizes=\(8, 0\): give whole numbers of at least 1"),
         ({"module": 3}, "module=3: give a function that makes one from n_features and n_outputs"),
         ({"module": nn.Linear(4, 2)}, r"module=Linear\(.*\): give a function that makes one"),
+        ({"module": lambda features, outputs: 3}, r"module\(1, 1\) gave int: return an nn\.Module"),
         ({"device": "cuda:99"}, "device='cuda:99': this machine has no such device"),
     ],
 )
