@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hfusion.capture.registered_tensors import check_materialized
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.row_indices import is_row
 from hfusion.device.backend import draws_kept
 
 
@@ -65,6 +66,10 @@ def lora(
     except ImportError as error:
         raise ImportError("hf.lora needs peft: pip install peft (extra: hfusion[lora])") from error
     member_configs = configs(config, members)
+    if seeds is not None and not (isinstance(seeds, Sequence) and all(map(is_row, seeds))):
+        raise ValueError(f"seeds={seeds!r}: give a list of whole numbers, one per member")
+    if max_rank is not None and not is_row(max_rank):
+        raise ValueError(f"max_rank={max_rank!r}: give a whole number, or None")
     if seeds is not None and len(seeds) != len(member_configs):
         raise ValueError(f"{len(seeds)} seeds for {len(member_configs)} members: give one for each")
     if not isinstance(base, nn.Module):

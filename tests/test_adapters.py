@@ -327,6 +327,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one dict": ({"r": 2}, {}, "members={'r': 2}"),
     "unknown": ([{"rank": 2}], {}, "'rank' is no field of LoraConfig"),
     "seeds": (2, {"seeds": [1]}, "1 seeds for 2 members"),
+    "number of seeds": (2, {"seeds": 3}, "seeds=3: give a list of whole numbers, one per member"),
+    "no whole seeds": (2, {"seeds": [0, 1.5]}, r"seeds=\[0, 1\.5\]: give a list of whole numbers"),
+    "no whole room": (2, {"max_rank": 8.5}, "max_rank=8.5: give a whole number, or None"),
     "room": (2, {"max_rank": 2}, "max_rank=2 is less than the rank 8"),
     "no config": ([1], {}, "member 0 must be a peft.LoraConfig, got int"),
 }
