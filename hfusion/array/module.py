@@ -262,8 +262,7 @@ class FusedModule(Tree):
     def check_due(self, compiled: Compiled, arguments: Arguments) -> None:
         """Run the self-check of a program at its first call in training, and at those that are checked again."""
         compiled.found.calls += 1
-        again = RECHECKED > 0 and compiled.found.calls % RECHECKED == 0
-        if again:
+        if again := RECHECKED > 0 and compiled.found.calls % RECHECKED == 0:
             compiled.found.check = ""
         if again or (self.training and torch.is_grad_enabled()):
             self.check(compiled, arguments)
@@ -316,8 +315,7 @@ class FusedModule(Tree):
     def _program(self, arguments: Arguments) -> Compiled:
         with searched_once():
             modes = self._modes(arguments)
-            compiled = self._compiler.find(modes, arguments)
-            if compiled is not None:
+            if (compiled := self._compiler.find(modes, arguments)) is not None:
                 return compiled
             if any(stack.device.type == "meta" for stack in self.stacks.values()):
                 raise FusionError("the array is on the meta device, without values: move it by to_empty(device=...)")
