@@ -140,7 +140,8 @@ class Border:
     def _evaluated(self, epoch: int) -> None:
         evaluation = self._evaluation(epoch)
         self._step_scheduler("epoch", lambda: evaluation.losses)
-        self._tell(evaluation)
+        # Another copy, as callbacks may write to it.
+        self._tell(self._evaluation(epoch))
         improved, over = self.kept.count(evaluation.losses)
         if improved and self.setup.task.restores_best:
             self.training.state.settle()
@@ -170,7 +171,9 @@ class Border:
 
     def _step(self, step: int) -> Step:
         epoch, minibatch = divmod(step, self.setup.task.epoch)
-        return Step(self.setup.task.name, epoch, minibatch, self.setup.members, self.training.losses[step])
+        # A copy, as callbacks may write to it.
+        losses = self.training.losses[step].clone()
+        return Step(self.setup.task.name, epoch, minibatch, self.setup.members, losses)
 
     def _evaluation(self, epoch: int) -> Evaluation:
         count = self.plan.evaluated

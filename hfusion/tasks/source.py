@@ -254,9 +254,12 @@ class Stream:
             restart_workers(self.loader)
 
     def finish(self, drawing: AbstractContextManager[None]) -> None:
-        """Raise PlanError if there are more minibatches after the last one of all epochs. `position` stays."""
+        """Raise PlanError if there are more minibatches after the last one of all epochs. `position` stays.
+
+        After `stop`, nothing is raised: a task that has been trained is done, even if another one fails meanwhile.
+        """
         self._resumed, self._began = self.position, None
-        with suppress(StopIteration):
+        with suppress(StopIteration, CancelledError):
             self.next(drawing)
 
     def close(self) -> None:

@@ -301,7 +301,10 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
     """Return the optimizer of the array of ``members``, with their hyper-parameters."""
     optimizer: Any = task.optimizer
     if not isinstance(optimizer, FusedOptimizer):
-        optimizer = made_for_rows(optimizer, list(array.parameters()), members, task.members)
+        try:
+            optimizer = made_for_rows(optimizer, list(array.parameters()), members, task.members)
+        except ValueError as error:
+            raise PlanError(f"task {task.name!r}: {error}") from error
     if not isinstance(optimizer, FusedOptimizer):
         kind = type(optimizer).__qualname__
         raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave {kind}; {_REMEDY}")

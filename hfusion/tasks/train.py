@@ -364,7 +364,7 @@ def clip_limits(arrangement: Arrangement) -> Tensor | None:
     """The largest norms ``[width]`` of the members of an array, None where it is not clipped.
 
     Raises:
-        PlanError: limits out of range, or a trained tensor that is no member's own.
+        PlanError: limits out of range, or too few or many of them, or a trained tensor that is no member's own.
     """
     if arrangement.task.clip_norm is None:
         return None
@@ -373,7 +373,10 @@ def clip_limits(arrangement: Arrangement) -> Tensor | None:
             f"task {arrangement.task.name!r} is clipped per member, but {name!r} is one trained tensor for all "
             "members, whose gradient is no member's own: freeze it, or give each member its own"
         )
-    limits = member_vector("clip_norm", arrangement.task.clip_norm, arrangement.task.members).as_subclass(Tensor)
+    try:
+        limits = member_vector("clip_norm", arrangement.task.clip_norm, arrangement.task.members).as_subclass(Tensor)
+    except ValueError as error:
+        raise PlanError(f"task {arrangement.task.name!r}: {error}") from None
     if not bool((limits >= 0).all()):
         raise PlanError(
             f"task {arrangement.task.name!r}: clip_norm is {limits.tolist()}: every value must be at least 0"

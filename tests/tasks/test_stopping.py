@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -413,3 +414,16 @@ def test_members_of_several_arrays_have_their_own() -> None:
         params, _ = scheduled_alone(model, rate, make, "epoch", 1, False)
         for param, expected in zip(result.parameters(), params, strict=True):
             torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_who_writes_into_a_result_changes_no_report() -> None:
+    def filled(result: hf.Step | hf.Evaluation) -> None:
+        result.losses.fill_(torch.nan)
+
+    optimizer: Any = partial(hf.optim.SGD, lr=SCHEDULED_RATES)
+    options: dict[str, Any] = {"epochs": 3, "eval_loader": LOADER[:2], "restore_best": True}
+    task = hf.Task(scheduled_models(), F.cross_entropy, optimizer, LOADER, **options)
+    expected = hf.train(task, machine())["task"]
+    report = hf.train(dataclasses.replace(task, callbacks=[filled]), machine(), on_result=filled)["task"]
+    for name in ("losses", "eval_losses", "best_epochs"):
+        assert torch.equal(getattr(report, name), getattr(expected, name))
