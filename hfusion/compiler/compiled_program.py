@@ -115,6 +115,11 @@ class Compiled:
         fallback_writes = {f"{call.island.path}.{key}".strip(".") for call in self.opaque for key in call.changing}
         return written_slots(self.graph, self.program.slots) | fallback_writes
 
+    @cached_property
+    def value_bytes(self) -> int:
+        """The bytes of all values in one member's forward, with the batch of the capture."""
+        return sum(Model.of(self.graph, 1).bytes.values())
+
     @property
     def checks(self) -> Sequence[str]:
         """The lines of the checks in forward that only raise, which the program makes for all members."""

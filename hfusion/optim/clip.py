@@ -99,6 +99,17 @@ def grad_norms(grad: Tensor, members: int, norm_type: float = 2.0) -> Tensor:
     return norms if absent is None or norm_type >= 0 else norms.masked_fill(absent.to(norms.device), math.inf)
 
 
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
+    devices or layouts, or if squares overflow.
+    """
+    kinds = {(tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}
+    if len(kinds) > 1 or tensors[0].layout is not torch.strided or not all(tensor.numel() for tensor in tensors):
+        return False
+    # Computing the largest magnitude would take five times as long.
+    return math.isfinite(float(torch.stack(torch._foreach_norm(tensors, 2)).sum()))
+
+
 def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
     """Return which members have a value that is not finite, bool ``[members]`` on the CPU, by one wait per device.
 

@@ -97,6 +97,12 @@ def check_entries(values: Any, rows: int | Sequence[int]) -> None:
             raise ValueError(f"a stacked argument has {entries} entries for {owner}: give one for each, in that order")
 
 
+def entry_bytes(values: Any) -> int:
+    """Return the bytes of one entry of all stacked tensors in nested ``values``."""
+    stacks = filter(is_stacked, pytree.tree_leaves(values, is_leaf=is_stacked))
+    return sum(leaf.tensor.nbytes // max(1, len(leaf.tensor)) for leaf in stacks)
+
+
 # The metric of each member from its outputs of all batches.
 
 

@@ -33,11 +33,11 @@ from hfusion.core.row_indices import Widths
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast, sent, without_autocast
 from hfusion.optim import clip_grad_norm_, clip_grad_value_, optimizer_rows
-from hfusion.optim.clip import overflowing
+from hfusion.optim.clip import all_finite, overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
-from hfusion.population.evaluation import evaluating_model, with_row
+from hfusion.population.evaluation import entry_bytes, evaluating_model, with_row
 from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighted
 from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, leave_out, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
@@ -48,6 +48,8 @@ StepArguments = tuple[Any, Any, dict[str, Any]]
 
 # Number of elements up to which one thread checks as fast as several.
 _ONE_THREAD = 1 << 20
+# Bytes of the values in a forward of all members, up to which it takes less time than to copy some of them.
+_LIGHT = 4 << 20
 
 
 class TrainingGroup:
@@ -235,17 +237,19 @@ class TrainingGroup:
         ``weights``: None, or what `hfusion.population.loss_weights.rows_of_weights` returns.
         """
         columns = self.table.columns
-        resting: Tensor | None = None
+        resting, few = None, False
         (inputs, target, keywords), of_rows = arguments, weights
         if rows is not None and rows != list(range(self.table.rows)):
-            if 2 * len(rows) < self.table.rows:
+            few = 2 * len(rows) < self.table.rows
+            if few and sum(p.nbytes for p in self.parameters()) + len(self) * entry_bytes(arguments) > _LIGHT:
                 try:
                     return self._step_some(rows, arguments, weights)
                 except FusionError as error:
                     # Only the array's own members keep Python state, and a loop leaves the others out.
                     if not isinstance(error.__cause__, KeepsState):
                         raise
-            # To compute all costs less than to copy half of the members. Inputs of the others repeat the first's.
+            # To compute all costs less than to copy half of the members, or few of little work. Inputs of the others
+            # repeat the first's.
             entries = [rows.index(row) if row in rows else 0 for row in range(self.table.rows)]
             (inputs, target, keywords), of_rows = take_entries(arguments, entries), take_entries(weights, entries)
             if others := set(self.table.live) - set(rows):
@@ -265,7 +269,7 @@ class TrainingGroup:
             shares = shares if self.scaler is None else self.scaler.scale(shares)
             target = {"target": target, "weight": stacked(sent(shares, device_of(self.fused)))}
         if rows is not None and resting is not None:
-            if not self._step.lets_rest(inputs, keywords):
+            if not self._step.lets_rest(inputs, keywords, _LIGHT if few else math.inf):
                 return self._step_some(rows, arguments, weights)
             check_unhooked(self.fused)
             optimizer_rows.check_unhooked(self.optimizer, rows)
@@ -642,17 +646,6 @@ def check_own(parameters: Iterable[nn.Parameter]) -> None:
                 "population trains as if alone: freeze it, give each member its own by copy.deepcopy, or use hf.fuse "
                 "and hf.train_step"
             )
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
-    devices or layouts, or if squares overflow.
-    """
-    kinds = {(tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}
-    if len(kinds) > 1 or tensors[0].layout is not torch.strided or not all(tensor.numel() for tensor in tensors):
-        return False
-    # Computing the largest magnitude would take five times as long.
-    return math.isfinite(float(torch.stack(torch._foreach_norm(tensors, 2)).sum()))
 
 
 def group_of(models: list[nn.Module], options: GroupOptions, rows: list[int], shared: Collection[int]) -> TrainingGroup:

@@ -221,8 +221,11 @@ class TrainStep:
         """The kinds of calls that need no further eager step to determine how they run."""
         return {variant.call for variant in self._all_variants() if not variant.why} | self.expected_calls
 
-    def lets_rest(self, inputs: Any, keywords: dict[str, Any]) -> bool:
-        """Return whether no code of members that are ``idle`` runs in such a call: it is a graph, or loops."""
+    def lets_rest(self, inputs: Any, keywords: dict[str, Any], most: float) -> bool:
+        """Return whether no code of members that are ``idle`` runs in such a call: it loops, or it is a graph.
+
+        ``most``: the bytes that the graph's values may have for all members.
+        """
         arguments = Arguments.of(*call_arguments(inputs, keywords))
         # Within a memory budget, members are computed in blocks.
         if arguments.ragged or self.budget is not None:
@@ -233,7 +236,7 @@ class TrainStep:
             return True
         except FusionError:
             return False
-        return not (compiled.opaque or compiled.modes)
+        return not (compiled.opaque or compiled.modes) and len(self._fused) * compiled.value_bytes <= most
 
     def _foresee(self, prepared: PreparedStep, call: StepCall) -> None:
         """Determine how such a call runs, by a forward without side effects."""

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
+from hfusion.population import training_group
 from hfusion.step.memory_budget import block_bytes, state_bytes
+from hfusion.step.train_step import TrainStep
 from tests.alone import Member, Own
 
 # Members that step by themselves, with updates of their own numbers of calls: each equals that model alone.
@@ -31,6 +33,15 @@ def batches(count: int, size: int = 5) -> tuple[Tensor, Tensor]:
     return torch.randn(count, size, 4, dtype=DOUBLE), torch.randint(3, (count, size))
 
 
+@pytest.fixture(params=["together", "copied"])
+def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows are computed with all others, or as a small array, as those of large models are."""
+    if request.param == "copied":
+        monkeypatch.setattr(training_group, "_LIGHT", 0)
+        monkeypatch.setattr(TrainStep, "lets_rest", lambda *_: False)
+
+
+@pytest.mark.usefixtures("_ways")
 def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
     models = [nn.Linear(4, 3).double() for _ in range(3)]
     for model in models:
@@ -51,6 +62,7 @@ def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
     assert pop.ages.tolist() == [1, 0, 0]
 
 
+@pytest.mark.usefixtures("_ways")
 @pytest.mark.parametrize("on_nonfinite", ["freeze", "ignore"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_the_others_keep_every_bit(scaled: bool, on_nonfinite: Any) -> None:
@@ -128,6 +140,7 @@ def test_code_of_members_that_rest_does_not_run(kind: Any, rows: list[int]) -> N
         assert [getattr(model, "calls", 0) for model in pop.models] == [2 * (row in rows) for row in range(4)]
 
 
+@pytest.mark.usefixtures("_ways")
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1]], ids=str)
 def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was(rows: list[int]) -> None:
     """Also where its gradients are finite."""
@@ -150,6 +163,7 @@ def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was(rows: 
     assert changed == [row in rows and row != 1 for row in range(3)]
 
 
+@pytest.mark.usefixtures("_ways")
 def test_limits_stay_with_their_members() -> None:
     """Gradients are larger than any limit, so that an update at rate 1 is as large as the member's own."""
     limits = [1e-3, 1e-2, 1e-1]
@@ -222,6 +236,7 @@ KINDS = {
 }
 
 
+@pytest.mark.usefixtures("_ways")
 @pytest.mark.parametrize("kind", KINDS)
 def test_members_with_loaders_of_their_own_equal_members_alone(kind: str) -> None:
     torch.manual_seed(0)

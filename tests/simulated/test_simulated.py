@@ -43,4 +43,4 @@ def test_populations_step_as_members_alone() -> None:
         "a_removed_sample_spoils_nothing",
     )
     chosen = [f"tests/population/test_own_pace.py::test_{name}" for name in names]
-    assert "6 passed" in call("pytest", "-p", "tests.simulated.device", "-p", "no:cacheprovider", "-q", *chosen)
+    assert "11 passed" in call("pytest", "-p", "tests.simulated.device", "-p", "no:cacheprovider", "-q", *chosen)
