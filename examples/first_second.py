@@ -1,4 +1,4 @@
-"""An array that trains from the first second: after two seconds, another process compiles while steps run eagerly.
+"""An array that trains from the first second: after five seconds, another process compiles while steps run eagerly.
 
     python examples/first_second.py --members 16 --seconds 30
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hfusion.core.layout import Listed
 
 Compile: TypeAlias = bool | None
-"""The argument ``compile``. None compiles once steps took two seconds, if that is faster, True always, False never."""
+"""The argument ``compile``. None compiles once steps took five seconds, if that is faster, True always, False never."""
 
 
 def check_compile(compile: object) -> None:

@@ -28,7 +28,7 @@ from hfusion.torch_private.inductor import CannotPartition
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16
 # Seconds that eager steps of a kind have taken before ``compile=None`` compiles it.
-PATIENCE = 2.0
+PATIENCE = 5.0
 
 
 class ProgramMaker:

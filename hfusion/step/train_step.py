@@ -405,7 +405,7 @@ def train_step(
         loss: a functional loss that returns one number for a member's output and target, see `hfusion.per_model`.
         optimizer: an optimizer of parameters of ``fused``.
         compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
-            uses cached programs. It compiles others once the steps of a kind have taken two seconds, in another process
+            uses cached programs. It compiles others once steps of a kind have taken five seconds, in another process
             while steps run eagerly. On a CPU, once per processor, up to twenty steps then run by turns compiled and
             eagerly, and later ones the faster way. ``True`` compiles at the second call of each kind, and ``False``
             never. On an accelerator, and where programs are not kept on disk, no other process compiles.
