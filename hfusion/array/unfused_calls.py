@@ -125,6 +125,8 @@ def active_rows(members: int, idle: Set[int]) -> list[int]:
 def filled(members: int, results: Iterable[tuple[int, Any]]) -> list[Any]:
     """Return the result of each of ``members`` from those by row; the first, without gradient, where there is none."""
     by_row = dict(results)
+    if len(by_row) == members:
+        return list(by_row.values())
     first = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, next(iter(by_row.values())))
     return [by_row.get(row, first) for row in range(members)]
 

@@ -250,9 +250,10 @@ class TrainingGroup:
                         raise
             # To compute all costs less than to copy half of the members, or few of little work. Inputs of the others
             # repeat the first's.
-            entries = [rows.index(row) if row in rows else 0 for row in range(self.table.rows)]
+            entry_of = {row: entry for entry, row in enumerate(rows)}
+            entries = [entry_of.get(row, 0) for row in range(self.table.rows)]
             (inputs, target, keywords), of_rows = take_entries(arguments, entries), take_entries(weights, entries)
-            if others := set(self.table.live) - set(rows):
+            if others := set(self.table.live) - entry_of.keys():
                 resting = torch.zeros_like(columns["alive"])
                 resting[list(others)] = True
         if self._shared_parameters:
@@ -299,7 +300,7 @@ class TrainingGroup:
         return step(inputs, target, **keywords)
 
     def _hold(self, names: Iterable[str]) -> None:
-        """Keep the present values of tensors that forward may write to, to restore those of members that are frozen."""
+        """Keep the present values of tensors that forward may write to, to restore those of members that rest."""
         missing = [name for name in names if name not in self._before]
         if missing and (self.options.on_nonfinite != "ignore" or self._resting is not None):
             self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
