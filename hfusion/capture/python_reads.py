@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import open_dims
-from hfusion.core.memory import tensors_in
+from hfusion.core.tree import leaves
 from hfusion.passes.side_effects import EXPECT
 from hfusion.torch_private.dispatch_modes import FakeTensor
 from hfusion.torch_private.export_state import MODULES_BELOW_CODE, TRACERS
@@ -115,9 +115,9 @@ class PythonReads(TorchFunctionMode):
         # An export has fake tensors for parameters that are registered.
         if not self.trains_outside and any(
             isinstance(x, nn.Parameter) and x.requires_grad and not isinstance(x, FakeTensor)
-            for x in tensors_in((args, kwargs))
+            for x in leaves((args, kwargs), Tensor)
         ):
-            self.trains_outside = any(tensor.requires_grad for tensor in tensors_in(result))
+            self.trains_outside = any(tensor.requires_grad for tensor in leaves(result, Tensor))
         return result
 
 

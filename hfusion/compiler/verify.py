@@ -59,9 +59,7 @@ WIDE = 1e-7
 WORST = 2
 NOISE_FACTOR = 50.0
 NOISE_RUNS = 3
-# Largest number of members of which all are compared.
-MAX_COMPARED_WHOLE = 16
-# The least number of members compared in larger arrays, and of values of one kind that are distinguished.
+# The members that are compared at least, or all if there are fewer; and the values of one kind that are distinguished.
 MIN_COMPARED, MAX_VALUES = 8, 8
 
 
@@ -89,7 +87,7 @@ class CheckedArray:
         and the last member, and some between them, are always compared; all are if some code runs member by member.
         """
         members = self.compiled.program.members
-        if members <= MAX_COMPARED_WHOLE or self.compiled.opaque:
+        if members <= MIN_COMPARED or self.compiled.opaque:
             return list(range(members))
         columns = [self.variants, *scalars(self.compiled.graph)]
         spread = {round(step * (members - 1) / (MIN_COMPARED - 1)) for step in range(MIN_COMPARED)}
