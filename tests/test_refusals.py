@@ -232,6 +232,7 @@ FUSE = {
     "hf.fuse([Sizes(4, 4), Sizes(4, 4)])(torch.ones(2, 4))": "shapes that depend on values .* use a form of fixed size",
     "hf.fuse([NoForward()])(torch.ones(2, 4))": r"NoForward defines no forward.*fused\.method",
     "hf.fuse([mlp()]).to('meta')(torch.ones(2, 4, device='meta'))": "meta device, without values: .* to_empty",
+    "hf.fuse([mlp()]).to('meta')[0]": "meta device, without values: .* to_empty",
     "hf.build(mlp, [])": "no seeds",
     "hf.build(lambda: 3, [0])": "gave int",
     "hf.build(lambda: ONE, [0, 1])": "one object for seeds 0 and 1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -411,6 +411,12 @@ def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
     variants = [dict(tensors(skeleton)) for skeleton in array.skeletons]
     for name in variants[0]:
         mark_stack(named[name], name, [held[name] for held in variants], common)
+
+
+def check_valued(stacks: Iterable[Tensor]) -> None:
+    """Raise a FusionError for an array on the meta device."""
+    if any(stack.is_meta for stack in stacks):
+        raise FusionError("the array is on the meta device, without values: move it by to_empty(device=...)")
 
 
 def row_copy(tensor: Tensor, index: int | None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.array.array_editing import ArrayState, enter, find_new_rows, row_copy
+from hfusion.array.array_editing import ArrayState, check_valued, enter, find_new_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, registered_names, value_keys
 from hfusion.capture.compare_models import check_pair
@@ -207,6 +207,7 @@ class Views:
         """Create the module of member ``row``, in the array's state or in that of ``like``, a skeleton."""
         array, shared, stacks = fused._array, fused._array.comparison.shared, fused.stacks
         array.check_stacks(stacks)
+        check_valued(stacks.values())
         rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
         trained = {} if like is None else {n: p.requires_grad for n, p in like.named_parameters(remove_duplicate=False)}
         for name, tensor in rows.items():
@@ -259,6 +260,7 @@ class Views:
     def _align(self, fused: FusedModule, rows: Sequence[int]) -> None:
         stacks, shared = fused.stacks, fused._array.comparison.shared
         fused._array.check_stacks(stacks)
+        check_valued(stacks.values())
         for name, stack in stacks.items():
             for row in rows:
                 member = self.members[row]

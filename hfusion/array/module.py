@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_editing import Array, ArrayState, mark_tensors, rearrange
+from hfusion.array.array_editing import Array, ArrayState, check_valued, mark_tensors, rearrange
 from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.module_tree import STATE, Tree, array_of_method, grow, method_names, modules_by_path
@@ -317,8 +317,7 @@ class FusedModule(Tree):
             modes = self._modes(arguments)
             if (compiled := self._compiler.find(modes, arguments)) is not None:
                 return compiled
-            if any(stack.device.type == "meta" for stack in self.stacks.values()):
-                raise FusionError("the array is on the meta device, without values: move it by to_empty(device=...)")
+            check_valued(self.stacks.values())
             with hinting((leaf for leaf in arguments.leaves if _may_be_stacked(leaf, len(self))), len(self)):
                 compiled = self._compiler.get(modes, arguments)
         if partly := compiled.written & self._array.comparison.partly:

@@ -38,7 +38,7 @@ from hfusion.torch_private.dispatch_modes import (
     outside_transforms,
     unwrapped,
 )
-from hfusion.torch_private.module_hooks import without_cached_parametrizations
+from hfusion.torch_private.module_hooks import caches_parametrizations, without_cached_parametrizations
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -106,7 +106,8 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str 
         return leaves
 
     # torch caches weights by the model of which members are copies.
-    check_cached(fused._array.skeletons)
+    if caches_parametrizations():
+        check_cached(fused._array.skeletons)
     try:
         with without_cached_parametrizations():
             output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])

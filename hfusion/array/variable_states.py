@@ -56,7 +56,8 @@ class Situations:
         Raises:
             FusionError: an input carries a Python attribute that the code names; tensors of an array have none.
         """
-        check_cached(models)
+        if caches_parametrizations():
+            check_cached(models)
         variables = self._variables
         if variables is None or self._models != models or not variables.is_unchanged():
             with tracing:
@@ -132,7 +133,7 @@ def _around(variables: Variables, tree: Sequence[nn.Module], arguments: Argument
 
 def check_cached(models: Sequence[nn.Module]) -> None:
     """Raise a FusionError if a parametrization has buffers that it would update at each use instead of once."""
-    for path, module in models[0].named_modules() if caches_parametrizations() else ():
+    for path, module in models[0].named_modules():
         if isinstance(module, parametrize.ParametrizationList):
             for part in module:
                 if part.training and not isinstance(part, Orthogonal) and any(True for _ in part.buffers()):

@@ -61,7 +61,7 @@ class Compiler:
         """Return an existing program for this call, also for new sizes if the guards hold; None if there is none."""
         key = (training, arguments.key)
         compiled = self.programs.get(key)
-        if compiled is None or not _in_order(compiled, arguments):
+        if compiled is None or (compiled.memory_orders is not None and not _in_order(compiled, arguments)):
             compiled = self.fitting(training, arguments)
             if compiled is not None:
                 self._keep(key, compiled)

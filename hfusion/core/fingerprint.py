@@ -48,6 +48,8 @@ class TooMuch(Exception):
 
 def global_hooks() -> tuple[tuple[str, IdentityRef], ...]:
     """Return the hooks that run at every call of any module, hashable."""
+    if not module_hooks.has_global_hooks():
+        return ()
     return tuple((table, IdentityRef(hook)) for table, hook in module_hooks.global_hooks())
 
 

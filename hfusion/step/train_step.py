@@ -275,7 +275,8 @@ class TrainStep:
     def _eager(self, prepared: PreparedStep) -> tuple[Tensor, Any]:
         """Run the step by autograd, and return losses and outputs; see `EagerStep.run`."""
         self._optimizer.zero_grad()
-        self._fused.zero_grad()
+        for parameter in self._fused.parameters():
+            parameter.grad = None
         # Each member draws from a seed of its own where draws must not depend on blocks of a memory budget, or where
         # keys give seeds, as programs take them.
         by_seeds = self.budget is not None or (self.keys is not None and self._compile is not False)

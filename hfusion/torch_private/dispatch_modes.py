@@ -97,7 +97,8 @@ def in_transform() -> bool:
 
     False while `torch.compile` traces, which handles both.
     """
-    return not torch.compiler.is_compiling() and (has_transforms_active() or in_forward_mode())
+    active = _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return active and not torch.compiler.is_compiling()
 
 
 def has_transforms_active() -> bool:

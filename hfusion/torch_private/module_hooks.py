@@ -24,8 +24,6 @@ _TABLES = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backwa
 
 def global_hooks() -> list[tuple[str, Any]]:
     """Return the hooks that run at every call of any module, each with the name of its table."""
-    if not has_global_hooks():
-        return []
     return [(table, hook) for table in _TABLES for hook in getattr(_modules, table).values()]
 
 
