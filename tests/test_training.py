@@ -76,7 +76,7 @@ def test_three_steps_on_a_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
     assert_alone([on_gpu(m) for m in members(model, 3)], *(model.draw(4).cuda() for _ in range(3)), rate=0.02)
 
 
-# The rows of docs/forward.md that are not about optimizers: these are in tests/optim.
+# The rows of docs/tools.md that are not about optimizers: these are in tests/optim.
 
 MEMBERS = 3
 

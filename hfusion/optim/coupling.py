@@ -34,7 +34,7 @@ _COUPLING: dict[type[Optimizer], str] = {
 }
 # What implementations of sharpness-aware minimization have in common: the norm in their first step is over all members.
 _SAM = ("first_step", "second_step")
-_REMEDY = "give each member an optimizer of its own, as docs/forward.md shows, or take one of hf.optim"
+_REMEDY = "give each member an optimizer of its own, as docs/tools.md shows, or take one of hf.optim"
 
 
 def check(optimizer: Any) -> None:

@@ -71,7 +71,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(("make", "why"), COUPLING.values(), ids=COUPLING)
 def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -> None:
     fused = hf.fuse([Scale() for _ in range(3)])
-    message = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/forward.md"
+    message = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/tools.md"
     optimizer = make(fused.parameters())
     losses = hf.per_model(nn.functional.mse_loss)
     x, target = torch.ones(2, 3).double(), torch.zeros(2, 3).double()
@@ -120,7 +120,7 @@ class SAM(torch.optim.SGD):
 
 def test_sam_is_refused() -> None:
     array = Array(2, shapes=[(3,)])
-    with pytest.raises(hf.FusionError, match=r"SAM scales a step by one norm.*holds 2 members.*docs/forward.md"):
+    with pytest.raises(hf.FusionError, match=r"SAM scales a step by one norm.*holds 2 members.*docs/tools.md"):
         step(SAM, array.params)
     # A single member has no other to be coupled with.
     step(SAM, Array(1, shapes=[(3,)]).params)
