@@ -293,15 +293,10 @@ class FusedModule(Tree):
 
     def why_no_program(self, arguments: Arguments) -> str:
         """Return why a call that has just run left no program of all members."""
-        split = self._split(calling=True)
-        if split:
+        if split := self._split(calling=True):
             return f"members are computed apart: {split}"
-        stateful = [*self._compiler.stateful.values()]
-        return arguments.obstacle or (
-            str(stateful[-1])
-            if stateful
-            else "forward changes variables that it names, of files or objects, whose values a program keeps"
-        )
+        unknown = "forward changes variables that it names, of files or objects, whose values a program keeps"
+        return arguments.obstacle or next(reversed(self._loops), unknown)
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """Return the program for such a call in the current modes, or None if there is none yet."""
@@ -369,7 +364,8 @@ class FusedModule(Tree):
         parts = [describe(c.program, c.found.check or "self-check not run") for c in forward]
         padded = "batches of different sizes run in one call, filled up to the largest"
         sizes = (f"{padded}, where that at most doubles the samples",) if self._has_padded else ()
-        loops, methods = [*self._loops], [array.report() for _, array in self._methods.values()]
+        loops = [f"{self._original}: loop over members: {why}" for why in self._loops]
+        methods = [array.report() for _, array in self._methods.values()]
         for report in methods:
             parts, loops, sizes = [*parts, *report.parts], [*loops, *report.loops], (*sizes, *report.sizes)
         return FusionReport(tuple(parts), tuple(loops), sizes)

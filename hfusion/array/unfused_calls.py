@@ -111,7 +111,8 @@ def run_members(fused: FusedModule, arguments: Arguments, why: str, method: str 
     try:
         with without_cached_parametrizations():
             output = pytree.tree_unflatten(watched(run, len(members))(), specs[0])
-        fused._loops[f"{fused._original}: loop over members: {why}"] = None
+        fused._loops.pop(why, None)
+        fused._loops[why] = None  # The latest is the last.
         return output
     finally:
         # Members that nobody else holds and that forward left alone are not compared at later calls.

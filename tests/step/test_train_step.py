@@ -164,6 +164,20 @@ def test_what_runs_member_by_member_runs_eagerly_and_says_so() -> None:
     assert "eager" in repr(comparison.step)
 
 
+def count(self: nn.Module, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.a(x)
+
+
+def test_a_forward_that_counts_is_named() -> None:
+    fused = hf.fuse([module(count, a=lambda: nn.Linear(3, 2), calls=0)() for _ in range(2)])
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="runs eagerly.*changes Python state in calls"):
+        for _ in range(3):
+            step(torch.ones(4, 3).double(), torch.ones(4, 2).double())
+    assert fused[0].calls == 3
+
+
 def branching_loss(output: Tensor, target: Tensor) -> Tensor:
     loss = (output.mean() - target.mean()) ** 2
     return loss if loss > 1e9 else 2 * loss
