@@ -87,7 +87,7 @@ def kept(kind: str) -> Path:
 
 
 def rates_in(path: Path) -> dict[str, float]:
-    rates: dict[str, float] = json.loads(path.read_text())["rates"]
+    rates: dict[str, float] = json.loads(read_sealed(path))
     return rates
 
 
@@ -102,9 +102,7 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not (tmp_path / "spill").exists()
 
     for kind, name in (("compute", "flops"), ("moving", "load")):
-        content = json.loads(kept(kind).read_text())
-        content["rates"][name] = 123.0
-        kept(kind).write_text(json.dumps(content))
+        write_sealed(kept(kind), json.dumps({**rates_in(kept(kind)), name: 123.0}).encode())
     assert machine.calibrate()["a"].flops == machine.calibrate()["a"].load == 123.0
     elsewhere = Machine([Device("cpu", memory=1)], disk=tmp_path / "other").calibrate()["cpu"]
     assert elsewhere.flops == 123.0

@@ -96,10 +96,11 @@ def _check_own(status: os.stat_result) -> None:
         raise PermissionError(errno.EPERM, f"others can write to it (mode {mode:o}): chmod go-w")
 
 
-def read(path: Path) -> bytes:
-    """Return the content of a file of the cache folder.
+def read_sealed(path: Path) -> bytes:
+    """Return the bytes that `write_sealed` stored.
 
-    Raises OSError, with the reason in ``strerror``, for a missing file and one that another user could have written.
+    Raises OSError, with the reason in ``strerror``, for a missing file, a damaged one, and one that another user could
+    have written.
     """
     _check_own(path.parent.stat())
     handle = os.open(path, os.O_RDONLY | _CAREFUL)
@@ -110,33 +111,11 @@ def read(path: Path) -> bytes:
             raise OSError(errno.EINVAL, "it is no regular file")
         _check_own(status)
         with open(handle, "rb", closefd=False) as file:
-            content = file.read(MAX_BYTES + 1)
+            sealed = file.read(MAX_BYTES + 1)
     finally:
         os.close(handle)
-    if len(content) > MAX_BYTES:
+    if len(sealed) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES:,} bytes")
-    return content
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: other processes see all of it or nothing, even after a crash. Raises OSError."""
-    _make(path.parent)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600), "wb") as file:
-            if _HAS_OWNERS:
-                os.fchmod(file.fileno(), 0o600)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_sealed(path: Path) -> bytes:
-    """Return the bytes that `write_sealed` stored. Raises OSError as `read`, and for a damaged file."""
-    sealed = read(path)
     content = sealed[: -hashlib.sha256().digest_size]
     if sealed != content + _digest(path.name, content):
         raise OSError(errno.EIO, "it is damaged, or was cut short")
@@ -144,8 +123,22 @@ def read_sealed(path: Path) -> bytes:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Write ``content`` with a digest of it and of the file's name. Raises OSError."""
-    write(path, content + _digest(path.name, content))
+    """Write ``content`` with a digest of it and of the file's name. Raises OSError.
+
+    The file is written atomically: other processes see all of it or nothing, even after a crash.
+    """
+    _make(path.parent)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600), "wb") as file:
+            if _HAS_OWNERS:
+                os.fchmod(file.fileno(), 0o600)
+            file.write(content + _digest(path.name, content))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _digest(name: str, content: bytes) -> bytes:
@@ -153,8 +146,8 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def cache_file(kind: str, description: Mapping[str, str]) -> Path:
-    """Return the path of the JSON file for measurements on a machine of this description."""
-    return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
+    """Return the path of the file for measurements on a machine of this description."""
+    return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.rates"
 
 
 def number(value: object, least: float, most: float) -> float:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from hfusion.core.claimed_folder import temporary_folder
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import accelerators, backend
-from hfusion.device.cache import cache_file, cache_folder, lasts, number, read, write
+from hfusion.device.cache import cache_file, cache_folder, lasts, read_sealed, write_sealed
 from hfusion.device.native import core_cache, cores, processor, processor_name
 from hfusion.device.team import torch_threads
 
@@ -42,8 +42,6 @@ _ACTION_CALLS = 50
 _DISTURBED = 0.8
 # A product in half precision that takes longer than this multiple of one in float32 is timed only once.
 _SLOW = 8.0
-# The smallest and the largest rate that is accepted from a file, per second.
-_PLAUSIBLE = (1.0, 1e24)
 
 
 class BusyMachine(Exception):
@@ -160,20 +158,16 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
         raise PlanError(f"there is no device {device}: torch sees {present}")
     computing, trouble = (standard_rates(device), "") if _by_standard() else _computing(device)
     description = {**describe(device), "disk": str(disk.absolute())}
-    moving, moving_trouble = _cached_rates("moving", description, _MOVING, partial(_measure_moving, device, disk))
+    moving, moving_trouble = _cached_rates("moving", description, partial(_measure_moving, device, disk))
     if trouble or moving_trouble:
         warnings.warn(f"the rates of {device} are not kept: {trouble or moving_trouble}", stacklevel=3)
     return Rates(**{**asdict(computing), **moving})
 
 
-_COMPUTING = ("flops", *_HALF, "memory", "calls")
-_MOVING = ("load", "evict", "read", "write")
-
-
 def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     """Return the rates of computing, and the reason if they are not cached."""
     try:
-        measured, trouble = _cached_rates("compute", describe(device), _COMPUTING, partial(_measure_computing, device))
+        measured, trouble = _cached_rates("compute", describe(device), partial(_measure_computing, device))
     except BusyMachine as error:
         return standard_rates(device), str(error)
     return ComputeRates(**measured, device=device.type), trouble
@@ -195,21 +189,21 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def _cached_rates(
-    kind: str, description: Mapping[str, str], names: Sequence[str], measure: Callable[[], dict[str, float]]
+    kind: str, description: Mapping[str, str], measure: Callable[[], dict[str, float]]
 ) -> tuple[dict[str, float], str]:
-    """Read the rates ``names`` from a file, or measure and write them; also returns why they could not be written.
+    """Read rates from a file, or measure and write them; also returns why they could not be written.
 
     Raises what ``measure`` does.
     """
     path = cache_file(kind, description)
-    if (kept := _read(path, description, names)) is not None:
+    if (kept := _read(path)) is not None:
         return kept, ""
     rates = measure()
     # Another process may have measured at the same time: all use the rates that were stored first.
-    if (kept := _read(path, description, names)) is not None:
+    if (kept := _read(path)) is not None:
         return kept, ""
     try:
-        write(path, json.dumps({"machine": description, "rates": rates}, indent=1).encode())
+        write_sealed(path, json.dumps(rates).encode())
     except OSError as error:
         return rates, (
             f"{cache_folder()}: {error.strerror}; they are measured in every process, unless XDG_CACHE_HOME names "
@@ -218,13 +212,12 @@ def _cached_rates(
     return rates, ""
 
 
-def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> dict[str, float] | None:
+def _read(path: Path) -> dict[str, float] | None:
     """Return the rates stored at ``path``; None if there are no usable ones."""
     try:
-        content = json.loads(read(path))
-        rates = {name: number(content["rates"][name], *_PLAUSIBLE) for name in names}
-        return rates if content["machine"] == description else None
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        rates: dict[str, float] = json.loads(read_sealed(path))
+        return rates
+    except FileNotFoundError:
         return None
     except OSError as error:
         warnings.warn(f"the rates of the machine in {path} are measured again: {error.strerror}", stacklevel=4)
