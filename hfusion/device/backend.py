@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hfusion.core.exclusive import tracing
 from hfusion.core.memory import same_bits
-from hfusion.device.device_queues import DeviceQueue, Mark, Queue, StreamQueue, StreamUse, lend_stream
+from hfusion.device.device_queues import DeviceQueue, Queue, StreamQueue, StreamUse, lend_stream, recorded_event
 from hfusion.torch_private.dispatch_modes import is_any_autocast_enabled
 from hfusion.torch_private.export_state import seeding_locks, waiting_seeds_kept
 
@@ -82,8 +82,8 @@ class Backend:
         """Context manager: kernels are launched on this device."""
         return nullcontext()
 
-    def mark(self) -> Mark | None:
-        """Return a mark that tells when all work queued by this thread is done; None if it is."""
+    def mark(self) -> torch.Event | None:
+        """Return an event that tells when all work queued by this thread is done; None if it is."""
         return None
 
     def share(self, tensor: Tensor) -> None:
@@ -130,8 +130,11 @@ class Accelerator(Backend):
     def queue(self, copies: bool = False) -> Queue:
         return DeviceQueue(self.device) if self.device.type == "mps" else StreamQueue(self.device, copies)
 
-    def mark(self) -> Mark | None:
-        return DeviceQueue(self.device).mark() if self.device.type == "mps" else Mark(self.device)
+    def mark(self) -> torch.Event | None:
+        if self.device.type == "mps":
+            self.wait()
+            return None
+        return recorded_event(self.device)
 
     def share(self, tensor: Tensor) -> None:
         if self.device.type != "mps":
@@ -145,7 +148,7 @@ class Accelerator(Backend):
 
     def recorder(self) -> Recorder | str:
         try:
-            DeviceGraph(self.device, None)
+            _new_graph(self.device, None)
         except RuntimeError as error:
             first, _, _ = str(error).strip().partition("\n")
             return f"torch {torch.__version__} records no graphs on {self.device.type}: {first[:200]}"
@@ -191,7 +194,7 @@ class Recorder:
         self._stream, _ = lend_stream(device, self, StreamUse.RECORD)
         # torch frees a pool of memory with the last graph that uses it, and fails an internal assertion if a later
         # graph requests it. So the pool is that of a live graph; if there is none, torch creates a new one.
-        self._graphs = WeakSet[DeviceGraph]()
+        self._graphs = WeakSet[Any]()
 
     @property
     def recording(self) -> bool:
@@ -203,21 +206,37 @@ class Recorder:
 
         Afterwards the thread's queue and the device's generators are as they were.
         """
-        accelerator, generator_guard = self._accelerator, generators_kept(self._accelerator.device)
-        with accelerator.current(), generator_guard, warnings.catch_warnings():
+        device, current = self._accelerator.device, self._accelerator.current
+        generators = getattr(torch.get_device_module(device), "default_generators", ())
+        with current(), warnings.catch_warnings():
             # Nothing was launched on this device, so a replay would silently do nothing.
             warnings.filterwarnings("error", message=".*[Gg]raph is empty")
-            accelerator.wait()
+            self._accelerator.wait()
             torch.accelerator.empty_cache()
             live = next(iter(self._graphs), None)
-            graph = DeviceGraph(accelerator.device, None if live is None else live.graph.pool())
-            with self._stream:
-                result = graph.capture(work)
+            graph, begin = _new_graph(device, None if live is None else live.pool())
+            states = [(one, one.clone_state()) for one in generators[device.index : device.index + 1]]
+            try:
+                with self._stream:
+                    begin()
+                    try:
+                        result = work()
+                    except BaseException:
+                        # Errors of ending the capture would hide the original one.
+                        with suppress(Exception):
+                            graph.capture_end()
+                        raise
+                    graph.capture_end()
+            except BaseException:
+                # A failed capture spoils the state of the device's generator.
+                for generator, state in states:
+                    generator.graphsafe_set_state(state)
+                raise
             self._graphs.add(graph)
 
         def replay() -> None:
-            with accelerator.current():
-                graph.graph.replay()
+            with current():
+                graph.replay()
 
         return replay, result
 
@@ -344,49 +363,21 @@ def attention_drops(device: torch.device, dtype: torch.dtype) -> bool:
 # Graphs of work that a device repeats by one call (CUDA graphs).
 
 
-class DeviceGraph:
-    """A graph of ``device`` with memory from ``pool``. Raises RuntimeError if torch cannot record graphs there.
+def _new_graph(device: torch.device, pool: Any) -> tuple[Any, Callable[[], None]]:
+    """Return a graph of ``device`` with memory from ``pool``, and the function that begins to record it.
 
     CUDA and ROCm use `torch.cuda.CUDAGraph`. Other devices use `torch.accelerator.Graph`, which exists since torch 2.13
-    and refuses CUDA and ROCm as of 2.14.
+    and refuses CUDA and ROCm as of 2.14. Raises RuntimeError if torch cannot record graphs there.
     """
-
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        # With thread_local, other threads, such as those that load data, may keep using the device.
-        options = {"pool": pool, "capture_error_mode": "thread_local"}
-        if device.type == "cuda":
-            self.graph: Any = torch.cuda.CUDAGraph()
-            self._start_capture: Callable[[], None] = partial(self.graph.capture_begin, **options)
-        elif hasattr(torch.accelerator, "Graph"):
-            self.graph = torch.accelerator.Graph(**options)
-            self._start_capture = self.graph.capture_begin
-        else:
-            raise RuntimeError("there is no torch.accelerator.Graph")
-
-    def capture(self, work: Callable[[], T]) -> T:
-        self._start_capture()
-        try:
-            result = work()
-        except BaseException:
-            # Errors of ending the capture would hide the original one.
-            with suppress(Exception):
-                self.graph.capture_end()
-            raise
-        self.graph.capture_end()
-        return result
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Context manager: on errors, give the device's generator a new state; a failed capture spoils the old one."""
-    generators = getattr(torch.get_device_module(device), "default_generators", ())
-    saved_states = [(generator, generator.clone_state()) for generator in generators[device.index : device.index + 1]]
-    try:
-        yield
-    except BaseException:
-        for generator, state in saved_states:
-            generator.graphsafe_set_state(state)
-        raise
+    # With thread_local, other threads, such as those that load data, may keep using the device.
+    options = {"pool": pool, "capture_error_mode": "thread_local"}
+    if device.type == "cuda":
+        graph: Any = torch.cuda.CUDAGraph()
+        return graph, partial(graph.capture_begin, **options)
+    if not hasattr(torch.accelerator, "Graph"):
+        raise RuntimeError("there is no torch.accelerator.Graph")
+    graph = torch.accelerator.Graph(**options)
+    return graph, graph.capture_begin
 
 
 # Keep the memory of large temporaries in the process, instead of handing it back at every step.

@@ -23,57 +23,43 @@ class Queue:
     def wait(self) -> None:
         """Wait until all queued work is done."""
 
-    def mark(self) -> Mark | None:
-        """Return a mark that tells when all queued work is done; None if it is."""
+    def mark(self) -> torch.Event | None:
+        """Return an event that tells when all work queued so far is done; None: only `wait` tells it."""
         return None
 
     def close(self) -> None:
         """Release the queue's resources. No work may be added to it afterwards."""
 
 
-class Mark:
-    """An event at the current end of ``stream``, or of the current stream if None."""
-
-    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
-        with torch.accelerator.device_index(device.index):
-            self._event = torch.Event(device, enable_timing=True)
-            self._event.record(torch.accelerator.current_stream(device) if stream is None else stream)
-
-    @property
-    def done(self) -> bool:
-        """Return whether all work before the mark is done."""
-        return self._event.query()
-
-    def wait(self) -> None:
-        """Wait until all work before the mark is done."""
-        self._event.synchronize()
-
-    def since(self, earlier: Mark) -> float:
-        """Return the seconds since ``earlier`` by the device's clock; both marks must be done."""
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
+def recorded_event(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
+    """Return an event at the current end of ``stream``, or of the current stream if None."""
+    with torch.accelerator.device_index(device.index):
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device) if stream is None else stream)
+    return event
 
 
-class MarkClock:
-    """Converts marks, in their order, to the times by ``host_clock`` at which the device reached them."""
+class EventClock:
+    """Converts events, in their order, to the times by ``host_clock`` at which the device reached them."""
 
     def __init__(self, host_clock: Callable[[], float]) -> None:
         self._host_clock = host_clock
-        self._last: tuple[Mark, float] | None = None
+        self._last: tuple[torch.Event, float] | None = None
 
-    def ended(self, mark: Mark) -> float:
-        """Wait until all work before ``mark`` is done, and return the time at which it was done."""
-        late, before = mark.done, self._last
+    def ended(self, event: torch.Event) -> float:
+        """Wait until all work before ``event`` is done, and return the time at which it was done."""
+        late, before = event.query(), self._last
         if not late:
-            mark.wait()
+            event.synchronize()
         ended = self._host_clock()
-        # The mark was reached earlier than Python asked: compute the time from the device's clock.
+        # The event was reached earlier than Python asked: compute the time from the device's clock.
         if late and before is not None:
-            ended = min(ended, before[1] + mark.since(before[0]))
-        self._last = mark, ended
+            ended = min(ended, before[1] + before[0].elapsed_time(event) / 1e3)
+        self._last = event, ended
         return ended
 
     def forget(self) -> None:
-        """Forget the last mark, so that the next one is not timed relative to it."""
+        """Forget the last event, so that the next one is not timed relative to it."""
         self._last = None
 
 
@@ -90,26 +76,21 @@ class StreamQueue(Queue):
     def wait(self) -> None:
         self.stream.synchronize()
 
-    def mark(self) -> Mark | None:
-        return Mark(self.stream.device, self.stream)
+    def mark(self) -> torch.Event | None:
+        return recorded_event(self.stream.device, self.stream)
 
     def close(self) -> None:
         self._give_back()
 
 
 class DeviceQueue(Queue):
-    """The only queue of a device that does not support several."""
+    """The only queue of a device that does not support several. Events are untested on such devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self.device)
-
-    def mark(self) -> Mark | None:
-        # Events are untested on such devices.
-        self.wait()
-        return None
 
 
 # Streams of devices, each lent to one owner at a time and used again afterwards.

@@ -25,7 +25,6 @@ from hfusion.core.membership import Membership, mark
 from hfusion.core.program import Kind, Part
 from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import Generators, backend
-from hfusion.device.device_queues import Mark
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.task_state import Bundle, Move, TaskTensors, copy_now, restore, spill
 from hfusion.schedule.actions import Section
@@ -187,7 +186,7 @@ class Training:
         self._left_out: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
         # For the losses and the norms, when the last asynchronous copy to the host has arrived.
-        self._marks: dict[str, Mark | None] = {}
+        self._marks: dict[str, torch.Event | None] = {}
         self._factors: Tensor | None = None
         # Called when a unit of a minibatch has ended, and to save the task after a unit if that is due.
         self.ended: Callable[[Unit], None] = lambda unit: None
@@ -206,7 +205,7 @@ class Training:
     def _wait_for(self, name: str) -> None:
         """Wait for the last copy of this name to the host, if there is one."""
         if (mark := self._marks.pop(name, None)) is not None:
-            mark.wait()
+            mark.synchronize()
 
     @property
     def minibatches(self) -> int:

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 
 from hfusion.device.backend import backend
-from hfusion.device.device_queues import Mark, MarkClock, Queue
+from hfusion.device.device_queues import EventClock, Queue
 from hfusion.device.team import release_team
 from hfusion.runtime.task_state import Move, copy_now
 from hfusion.runtime.training import Gate, Training
@@ -78,7 +78,7 @@ class _Lane(Thread):
         self._in_flight: deque[_Job] = deque()
         # The thread that waits for the accelerator, since this one may be waiting for other jobs.
         self._reporter = None if copies or type(self._queue) is Queue else _Reporter(self)
-        self._clock = MarkClock(worker.elapsed_seconds)
+        self._clock = EventClock(worker.elapsed_seconds)
 
     def run(self) -> None:
         # A new thread begins with its own number of threads, and kernels may round by it.
@@ -127,7 +127,7 @@ class _Lane(Thread):
         # Later jobs do not begin.
         self._worker.stopping = True
 
-    def finish(self, job: _Job, mark: Mark | None) -> None:
+    def finish(self, job: _Job, mark: torch.Event | None) -> None:
         """Wait until the device has done a job, and report it."""
         try:
             # Wait also after an error: then no copy is in progress any more, and other lanes can go on.
@@ -150,7 +150,7 @@ class _Lane(Thread):
             self._worker.ended.put(job)
         job.over.set()
 
-    def _wait(self, mark: Mark | None) -> float:
+    def _wait(self, mark: torch.Event | None) -> float:
         """Wait for ``mark``, or without one for the whole queue. Return the time at which the device was done."""
         if mark is None:
             self._queue.wait()
@@ -168,7 +168,7 @@ class _Reporter(Thread):
 
     def __init__(self, lane: _Lane) -> None:
         super().__init__(name=f"{lane.name} ends")
-        self.queued_jobs: SimpleQueue[tuple[_Job, Mark | None] | None] = SimpleQueue()
+        self.queued_jobs: SimpleQueue[tuple[_Job, torch.Event | None] | None] = SimpleQueue()
         self._lane = lane
 
     def run(self) -> None:

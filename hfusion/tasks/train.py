@@ -26,7 +26,6 @@ from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import first_line
 from hfusion.core.exclusive import compiling_within
 from hfusion.device.backend import backend, memory_of
-from hfusion.device.device_queues import Mark
 from hfusion.device.machine import Machine
 from hfusion.optim.clip import clip_stacks
 from hfusion.optim.hyper import member_vector, plain
@@ -396,7 +395,7 @@ class LossQueue:
     """Losses of minibatches that are being copied to the host. Methods return those that have arrived, in order."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Tensor, Mark | None]] = deque()
+        self._pending: deque[tuple[Tensor, torch.Event | None]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -407,7 +406,7 @@ class LossQueue:
             return [losses.cpu()]
         self._pending.append((losses.detach().to("cpu", non_blocking=True), backend(losses.device).mark()))
         arrived = []
-        while self._pending and (len(self) > _BEHIND or ((mark := self._pending[0][1]) is not None and mark.done)):
+        while self._pending and (len(self) > _BEHIND or ((mark := self._pending[0][1]) is not None and mark.query())):
             arrived.append(self._oldest())
         return arrived
 
@@ -418,7 +417,7 @@ class LossQueue:
     def _oldest(self) -> Tensor:
         losses, mark = self._pending.popleft()
         if mark is not None:
-            mark.wait()
+            mark.synchronize()
         # A copy, as page-locked memory is scarce.
         return losses.clone()
 
