@@ -127,7 +127,11 @@ def load(
         ...     _ = hf.save(folder, fused)
         ...     _ = hf.load(folder, hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
     """
-    reader = read(directory, tags)
+    parts = []
+    for saved in saves_of(directory):
+        with wrap_load_errors(saved.path):
+            parts += groups_of(saved)
+    reader = SaveReader.of(parts, [tags] if isinstance(tags, str) else tags)
     with wrap_load_errors(reader.path):
         reader.array(model, optimizer, scheduler, scaler)
         if random:
@@ -172,14 +176,11 @@ class SaveWriter:
         return encoded
 
     def array(self, module: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
-        """Store copies of an array or a single model, and of all that trains it; None for what it has not."""
-        self.module(module)
-        for store, part in ((self.optimizer, optimizer), (self.scheduler, scheduler), (self.scaler, scaler)):
-            if part is not None:
-                store(part)
+        """Store copies of an array, or of a single model that has marks, and of all that trains it.
 
-    def module(self, module: nn.Module) -> None:
-        """Store the tensors of an array, or of a single model that has marks."""
+        None stands for what it has not.
+        """
+        _check_ours(optimizer, scaler)
         if isinstance(module, FusedModule):
             module._views.update(module)
         names = {}
@@ -191,34 +192,29 @@ class SaveWriter:
             else:
                 self.store_rows(f"module/{name}", member_rows(tensor, mark))
         self.body["module"] = {"stacked": names}
-
-    def optimizer(self, optimizer: FusedOptimizer) -> None:
-        _check_ours("optimizer", optimizer, FusedOptimizer)
-        for key, stack in _optimizer_stacks(optimizer).items():
-            self.store_rows(key, stack)
-        for param, name in _shared_params(optimizer):
-            for entry, value in optimizer.state.get(param, {}).items():
-                self.store_shared(f"optimizer/state/{name}/{entry}", value)
-        begun = encode(optimizer.initial_values, {}, "begun")
-        self.body["optimizer"] = {**_described(optimizer), "begun": begun}
-
-    def scheduler(self, scheduler: Any) -> None:
-        common = not isinstance(scheduler, PerMember)
-        rows = [0] if common else self.rows
-        states = [scheduler.state_dict()] if common else [scheduler.member_state(row) for row in rows]
-        self.body["schedule"] = {
-            "common": common,
-            "members": [self.tree(f"schedule/{row}", state) for row, state in zip(rows, states, strict=True)],
-            "kinds": [type(scheduler).__name__] if common else [scheduler.kinds[row] for row in rows],
-        }
-
-    def scaler(self, scaler: GradScaler) -> None:
-        _check_ours("scaler", scaler, GradScaler)
-        state = scaler.state_dict()
-        self.body["scaler"] = sorted(state)
-        self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
-        for name, value in state.items():
-            self.store_rows(f"scaler/{name}", value)
+        if optimizer is not None:
+            for key, stack in _optimizer_stacks(optimizer).items():
+                self.store_rows(key, stack)
+            for param, name in _shared_params(optimizer):
+                for entry, value in optimizer.state.get(param, {}).items():
+                    self.store_shared(f"optimizer/state/{name}/{entry}", value)
+            begun = encode(optimizer.initial_values, {}, "begun")
+            self.body["optimizer"] = {**_described(optimizer), "begun": begun}
+        if scheduler is not None:
+            common = not isinstance(scheduler, PerMember)
+            rows = [0] if common else self.rows
+            states = [scheduler.state_dict()] if common else [scheduler.member_state(row) for row in rows]
+            self.body["schedule"] = {
+                "common": common,
+                "members": [self.tree(f"schedule/{row}", state) for row, state in zip(rows, states, strict=True)],
+                "kinds": [type(scheduler).__name__] if common else [scheduler.kinds[row] for row in rows],
+            }
+        if scaler is not None:
+            state = scaler.state_dict()
+            self.body["scaler"] = sorted(state)
+            self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
+            for name, value in state.items():
+                self.store_rows(f"scaler/{name}", value)
 
     def run(self, loader: Any, extra: Any, modules: Sequence[nn.Module]) -> None:
         """Store the loader's position, ``extra``, and the random states of torch, Python, numpy and the devices."""
@@ -317,22 +313,18 @@ class SaveReader:
             write()
 
     def array(self, model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
-        """Read the members into an array or a model, and into what trains it; None for what it has not."""
-        self.module(model)
-        for read, part in ((self.optimizer, optimizer), (self.scheduler, scheduler), (self.scaler, scaler)):
-            if part is not None:
-                read(part)
+        """Read the members into an array, or one into a plain model, and into what trains it.
 
-    def module(self, model: nn.Module) -> None:
-        """Read the members into an array, or one into a plain model."""
-        single = not isinstance(model, FusedModule)
+        None stands for what it has not.
+        """
+        _check_ours(optimizer, scaler)
         tensors = dict(tensors_of(model))
         for saved, _ in self.parts:
             if odd := sorted(tensors.keys() ^ saved.body["module"]["stacked"].keys()):
                 raise CheckpointError(
                     f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
                 )
-        if single and len(self.tags) != 1:
+        if not isinstance(model, FusedModule) and len(self.tags) != 1:
             raise CheckpointError(f"{self.path} holds {self.tags}: say which one the model shall be, tags=[...]")
         for name, tensor in tensors.items():
             values = self._values(name, tensor)
@@ -343,6 +335,16 @@ class SaveReader:
                     "rows, of the model that was saved"
                 )
             self.writes.append(partial(tensor.detach().copy_, values))
+        if optimizer is not None:
+            self._optimizer(optimizer)
+        if scheduler is not None:
+            self._scheduler(scheduler)
+        if scaler is not None:
+            if (names := self.agreed("scaler")) is None:
+                raise CheckpointError(f"{self.path} holds no scaler")
+            state = {name: self.member_rows(f"scaler/{name}") for name in names}
+            begun = self.initial_hyperparameters("scaler begun")
+            self.writes += [partial(scaler.load_state_dict, state), partial(scaler.initial_values.update, begun)]
 
     def _values(self, name: str, like: Tensor) -> Tensor:
         """Read a tensor of the module, stacked or shared as ``like`` is.
@@ -371,11 +373,9 @@ class SaveReader:
             )
         return rows[0]
 
-    def optimizer(self, optimizer: FusedOptimizer) -> None:
+    def _optimizer(self, optimizer: FusedOptimizer) -> None:
         """Read the members' state into an optimizer."""
-        _check_ours("optimizer", optimizer, FusedOptimizer)
-        record = self.agreed("optimizer")
-        if record is None:
+        if (record := self.agreed("optimizer")) is None:
             raise CheckpointError(f"{self.path} holds no optimizer")
         if odd := _difference(record, _described(optimizer)):
             raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
@@ -401,7 +401,7 @@ class SaveReader:
         begun = decode(record["begun"], {})
         self.writes += [partial(setattr, optimizer, "initial_values", begun), optimizer.forget]
 
-    def scheduler(self, scheduler: Any) -> None:
+    def _scheduler(self, scheduler: Any) -> None:
         """Read the members' schedules into a scheduler."""
         if any(saved.body.get("schedule") is None for saved, _ in self.parts):
             raise CheckpointError(f"{self.path} holds no scheduler")
@@ -426,15 +426,6 @@ class SaveReader:
             state = decode(saved.body["schedule"]["members"][index], saved.tensors)
             load = scheduler.load_state_dict if common else partial(scheduler.load_member, row)
             self.writes.append(partial(load, state))
-
-    def scaler(self, scaler: GradScaler) -> None:
-        _check_ours("scaler", scaler, GradScaler)
-        names = self.agreed("scaler")
-        if names is None:
-            raise CheckpointError(f"{self.path} holds no scaler")
-        state = {name: self.member_rows(f"scaler/{name}") for name in names}
-        begun = self.initial_hyperparameters("scaler begun")
-        self.writes += [partial(scaler.load_state_dict, state), partial(scaler.initial_values.update, begun)]
 
     def initial_hyperparameters(self, key: str) -> dict[str, float | None]:
         """Return the hyper-parameters that members started with, by name; None where members differ."""
@@ -474,13 +465,14 @@ class SaveReader:
         return decode(saved.body.get(key), saved.tensors)
 
 
-def _check_ours(name: str, value: Any, kind: type) -> None:
+def _check_ours(optimizer: Any, scaler: Any) -> None:
     """Raise CheckpointError for an optimizer or a scaler whose state has no rows."""
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            f"{name} must be of hf.optim, got {type(value).__module__}.{type(value).__qualname__}, whose state has no "
-            "rows. The state of another one can be saved as extra=..."
-        )
+    for name, value, kind in (("optimizer", optimizer, FusedOptimizer), ("scaler", scaler, GradScaler)):
+        if value is not None and not isinstance(value, kind):
+            raise CheckpointError(
+                f"{name} must be of hf.optim, got {type(value).__module__}.{type(value).__qualname__}, whose state has "
+                "no rows. The state of another one can be saved as extra=..."
+            )
 
 
 def _devices_of(models: Sequence[nn.Module]) -> list[torch.device]:
@@ -588,15 +580,6 @@ def in_thread(write: Callable[[], Path]) -> Future[Path]:
     future = thread.submit(run)
     thread.shutdown(wait=False)
     return future
-
-
-def read(root: Root | Sequence[Root], tags: str | Sequence[str] | None) -> SaveReader:
-    """Return a reader of members ``tags`` in the latest save of each root. Raises CheckpointError."""
-    parts = []
-    for saved in saves_of(root):
-        with wrap_load_errors(saved.path):
-            parts += groups_of(saved)
-    return SaveReader.of(parts, [tags] if isinstance(tags, str) else tags)
 
 
 def groups_of(saved: Saved) -> list[Saved]:

@@ -155,11 +155,8 @@ class ArraySaves:
         self._wait()
         self._listen(ArrayNote("copied", steps))
         writer = SaveWriter(range(len(self._names)), {"members": self._names}, {})
-        writer.module(self._setup.array)
-        writer.optimizer(self._setup.optimizer)
+        writer.array(self._setup.array, self._setup.optimizer, border.scheduler, None)
         border.kept.write_stopped({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
-        if border.scheduler is not None:
-            writer.scheduler(border.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
         self._write = self._threads.submit(self._written, writer, steps)
         if border.training.over or steps == border.plan.steps:
