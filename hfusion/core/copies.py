@@ -106,26 +106,11 @@ def _is_kept(name: str, value: Any, copied: Mapping[str, Any], memo: Mapping[int
 
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies with the same strides, dtypes and ``requires_grad``; copies share memory if the originals do."""
-    plain = [k for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()]
-    copied = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
-    rows = [copied[k] if k in copied else tensor.detach().clone() for k, tensor in enumerate(tensors)]
-    copy_by_id: dict[int, Tensor] = {}
-    return [copy_by_id.setdefault(id(t), _like(row, t)) for row, t in zip(rows, tensors, strict=True)]
-
-
-def _like(copied: Tensor, tensor: Tensor) -> Tensor:
-    # Code may ask whether an input is a parameter.
-    if type(tensor) is nn.Parameter:
-        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad)
-
-
-def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy each range of memory that tensors cover once, but not the whole storage, which may be a data set."""
-    spans = [_span(tensor) for tensor in tensors]
-    # Tensors whose stretches of memory overlap.
+    spans = {k: _span(tensor) for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()}
+    # Tensors whose stretches of memory overlap. Each stretch is copied once, but not the whole storage, which may be a
+    # data set.
     groups: list[list[int]] = []
-    for k in sorted(range(len(tensors)), key=lambda k: spans[k]):
+    for k in sorted(spans, key=spans.__getitem__):
         group = groups[-1] if groups else []
         if group and spans[group[0]][0] == spans[k][0] and spans[k][1] < max(spans[g][2] for g in group):
             group.append(k)
@@ -136,7 +121,16 @@ def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
         start, end = spans[group[0]][1], max(spans[k][2] for k in group)
         memory = tensors[group[0]].detach().as_strided((end - start,), (1,), start).clone()
         copied |= {k: memory.as_strided(tensors[k].shape, tensors[k].stride(), spans[k][1] - start) for k in group}
-    return [copied[k] for k in range(len(tensors))]
+    rows = [copied[k] if k in copied else tensor.detach().clone() for k, tensor in enumerate(tensors)]
+    copy_by_id: dict[int, Tensor] = {}
+    return [copy_by_id.setdefault(id(t), _like(row, t)) for row, t in zip(rows, tensors, strict=True)]
+
+
+def _like(copied: Tensor, tensor: Tensor) -> Tensor:
+    # Code may ask whether an input is a parameter.
+    if type(tensor) is nn.Parameter:
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _span(tensor: Tensor) -> tuple[tuple[int, str], int, int]:

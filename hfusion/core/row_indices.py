@@ -73,15 +73,27 @@ def check_once(rows: Sequence[int]) -> None:
         raise ValueError(f"row {twice[0]} comes {rows.count(twice[0])} times in {list(rows)}: give it once")
 
 
+# Rows of at least this many bytes are copied one by one. Copying all at once needs fresh memory; getting it from the
+# system took fifty times as long as copying eight rows of 4 MiB (two cores).
+_LARGE_ROW = 1 << 16
+
+
 def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tensor | None]) -> Tensor:
     """Return ``stack`` with rows ``sources``; in place if the number of rows does not change.
 
     ``joining``: the rows that join, by index; None for zeros.
     """
     if len(sources) == len(stack):
-        changed = [(row, source) for row, source in enumerate(sources) if row != source and isinstance(source, int)]
-        if changed:
-            _move(stack, changed)
+        # As if all rows were read before one is written.
+        changed = {row: source for row, source in enumerate(sources) if row != source and isinstance(source, int)}
+        # Making tensors of indices would take longer than copying one row.
+        if len(changed) > 1 and stack[0].numel() * stack.element_size() < _LARGE_ROW:
+            rows, origins = (torch.tensor(list(places), device=stack.device) for places in (changed, changed.values()))
+            stack.index_copy_(0, rows, stack[origins])
+        else:
+            aside = {source: stack[source].clone() for source in changed.values() if source in changed}
+            for row, source in changed.items():
+                stack[row].copy_(aside.get(source, stack[source]))
         target = stack
     else:
         places = [source if isinstance(source, int) else 0 for source in sources]
@@ -92,24 +104,6 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tens
         else:
             target[index].copy_(value.detach())
     return target
-
-
-# Rows of at least this many bytes are copied one by one. Copying all at once needs fresh memory; getting it from the
-# system took fifty times as long as copying eight rows of 4 MiB (two cores).
-_LARGE_ROW = 1 << 16
-
-
-def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
-    """Copy rows ``(index, source)`` within a stack, as if all were read before one is written."""
-    indices, origins = zip(*changed, strict=True)
-    # Making tensors of indices would take longer than copying one row.
-    if len(changed) > 1 and stack[0].numel() * stack.element_size() < _LARGE_ROW:
-        target_rows = torch.tensor(indices, device=stack.device)
-        stack.index_copy_(0, target_rows, stack[torch.tensor(origins, device=stack.device)])
-        return
-    aside = {source: stack[source].clone() for source in origins if source in indices}
-    for index, source in changed:
-        stack[index].copy_(aside.get(source, stack[source]))
 
 
 def blocks_of(members: int, size: int) -> list[range]:

@@ -142,23 +142,23 @@ def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def load_copy(content: bytes, path: Path, load: Callable[[Path], T]) -> T:
+def load_copy(content: bytes, path: Path, load: Callable[[Path], T], parent: Path | None = None) -> T:
     """Return ``load(file)`` for a file of these bytes. Raises its errors.
 
     A private copy is loaded and its name removed: a file that is truncated while it is mapped ends the process. Some
     systems execute no files in their temporary folder; there the copy is created next to ``path``.
+
+    parent: the folder of the copy, by default the system's for temporary files.
     """
     try:
-        return _load_copy(content, path.name, load, None)
+        with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as folder:
+            copy = Path(folder, path.name)
+            copy.write_bytes(content)
+            return load(copy)
     except (OSError, ImportError):
-        return _load_copy(content, path.name, load, path.parent)
-
-
-def _load_copy(content: bytes, name: str, load: Callable[[Path], T], parent: Path | None) -> T:
-    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as folder:
-        copy = Path(folder, name)
-        copy.write_bytes(content)
-        return load(copy)
+        if parent is not None:
+            raise
+        return load_copy(content, path, load, path.parent)
 
 
 def cores() -> int:

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -81,21 +81,18 @@ def has_transforms(module: fx.GraphModule) -> bool:
 @contextmanager
 def numbered_parts() -> Iterator[None]:
     """Context manager: let an export number the parts of pytree containers that define no keys for them."""
+
+    def numbered(node: pytree.NodeDef, container: Any) -> Any:
+        parts, context = node.flatten_fn(container)
+        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
+
     nodes = pytree.SUPPORTED_NODES
     nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
-    nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})
+    nodes.update({kind: node._replace(flatten_with_keys_fn=partial(numbered, node)) for kind, node in nameless.items()})
     try:
         yield
     finally:
         nodes.update(nameless)
-
-
-def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
-    def flatten(container: Any) -> Any:
-        parts, context = node.flatten_fn(container)
-        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
-
-    return flatten
 
 
 # State of Dynamo: its lock, its tensor guards, and the trace that a thread is in.

@@ -51,20 +51,13 @@ def _numbers_stay_tensors() -> AbstractContextManager[None]:
 
 def _dtype_rules_once() -> AbstractContextManager[None]:
     """Context manager: fill the table of dtype rules once, not per operator, a third of torch's Python time."""
-    from torch._inductor.codegen.common import pointwise_overrides_data
+    # Imported for its effect: it registers the rules of all operators.
+    importlib.import_module("torch._inductor.lowering")
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-    from torch._inductor.utils import op_dtype_propagation_rules
 
-    fill, filled = DtypePropagationOpsHandler.__init__, [-1]
-
-    def fill_once(self: Any) -> None:
-        # Imports of modules may add rules.
-        sizes = [len(op_dtype_propagation_rules), len(pointwise_overrides_data)]
-        if sizes != filled:
-            fill(self)
-            filled[:] = sizes
-
-    return replaced(DtypePropagationOpsHandler, {"__init__": fill_once})
+    # The class has one instance, which each call of it fills again.
+    DtypePropagationOpsHandler()
+    return replaced(DtypePropagationOpsHandler, {"__init__": lambda self: None})
 
 
 def _all_headers_precompiled() -> AbstractContextManager[None]:
