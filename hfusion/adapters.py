@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import check_materialized
-from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.row_indices import is_row
+from hfusion.core.member_table import is_row
+from hfusion.core.memory import module_copy
 from hfusion.device.backend import draws_kept
 
 

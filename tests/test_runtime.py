@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.device.device_queues import Queue
+from hfusion.device.backend import Queue
 from hfusion.schedule.plan import Plan
 from hfusion.tasks.task import Step
 from tests.schedule.compared import COMPARED

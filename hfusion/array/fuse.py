@@ -14,7 +14,7 @@ from hfusion.capture.compare_models import Comparison, Sharing, check_alone, che
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
-from hfusion.core.row_indices import is_row
+from hfusion.core.member_table import is_row
 from hfusion.device.backend import draws_kept, keep_large_blocks
 from hfusion.torch_private.export_state import uncompiled
 

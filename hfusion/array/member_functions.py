@@ -22,9 +22,9 @@ from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.layout import Listed
+from hfusion.core.member_table import check_once, rows_of
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address, version_of
-from hfusion.core.row_indices import check_once, rows_of
 from hfusion.optim import FusedOptimizer
 from hfusion.torch_private.dispatch_modes import in_transform, vmap_fallback_refused
 

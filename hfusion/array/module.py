@@ -41,8 +41,8 @@ from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError, KeepsState, NotCaptured
 from hfusion.core.exclusive import tracing
+from hfusion.core.member_table import check_once, copied, kept_rows, rows_of
 from hfusion.core.program import Kind
-from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 from hfusion.core.stages import RECHECKED
 from hfusion.ops.rule import hint
 from hfusion.optim import coupling

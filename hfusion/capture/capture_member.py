@@ -28,10 +28,9 @@ from hfusion.capture.python_reads import ADDRESSES, EXACT_CLASS, GRADIENT_QUESTI
 from hfusion.capture.python_state import CODE, GENERATORS, MUTABLE_CONTAINERS, restored
 from hfusion.capture.reachable_code import GlobalVariables, names_added, names_of, names_written, search_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.guards import fixed
-from hfusion.core.memory import same_values, tensors_in
+from hfusion.core.memory import copies, same_values, tensors_in
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.core.python_values import PLAIN, Link, parts, walk
 from hfusion.core.tree import know_dataclasses

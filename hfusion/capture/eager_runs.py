@@ -20,10 +20,9 @@ from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUE
 from hfusion.capture.python_state import CODE, check_restorable, restored, variables
 from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import RESTRIDED, check_registered, shared_memory, tensors
-from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.layout import same_value
-from hfusion.core.memory import norm, relative_difference, same_values, tensors_in
+from hfusion.core.memory import copies, module_copy, norm, relative_difference, same_values, tensors_in
 from hfusion.core.program import Capture, Kind, describe_value
 from hfusion.core.python_values import safe_repr
 from hfusion.core.stages import stage

@@ -39,12 +39,11 @@ from hfusion.capture.export_context import assigned_as_writes
 from hfusion.capture.python_reads import OpenLengths, PythonReads, original, size_uses
 from hfusion.capture.python_state import restored
 from hfusion.capture.reachable_code import search_of
-from hfusion.core.copies import aliases, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.fingerprint import read_model, tensors_of
 from hfusion.core.guards import Guards
-from hfusion.core.memory import tensors_in
+from hfusion.core.memory import aliases, contiguous_aliases, tensors_in
 from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept

@@ -13,8 +13,8 @@ from hfusion.capture.attribute_fingerprint import copied_result, results
 from hfusion.capture.eager_runs import twin
 from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.registered_tensors import RESTRIDED, tensors
-from hfusion.core.copies import module_copy
 from hfusion.core.membership import TAKE_BEFORE, check_whole_stack
+from hfusion.core.memory import module_copy
 from hfusion.device.backend import backend
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from hfusion.core.member_table import MemberTable
-from hfusion.core.row_indices import pairs
+from hfusion.core.member_table import MemberTable, pairs
 from hfusion.population.members import EventKind, new_names
 from hfusion.population.population import Population
 from hfusion.population.training_group import TrainingGroup

@@ -21,11 +21,10 @@ from hfusion.capture.export import is_faithful
 from hfusion.capture.python_state import restored, variables
 from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards
 from hfusion.core.layout import same_value
-from hfusion.core.memory import is_plain, same_values
+from hfusion.core.memory import copies, is_plain, same_values
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.device.backend import active_autocast
 from hfusion.passes.align import Changes, Unexplained, align, fill, scalars

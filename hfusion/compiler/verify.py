@@ -38,12 +38,11 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments, map_leaf
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import Ragged, StackedInput
-from hfusion.core.copies import copies_in_like_memory, fills_stretch
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import open_dims
 from hfusion.core.layout import Layout, Listed
 from hfusion.core.member_random import draws_random, recording
-from hfusion.core.memory import is_plain, relative_difference
+from hfusion.core.memory import copies_in_like_memory, fills_stretch, is_plain, relative_difference
 from hfusion.core.program import Kind, source_line
 from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, check_once, copied, kept_rows, rows_of
 from hfusion.core.membership import mark, member_rows, membership
-from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 from hfusion.device.backend import sent
 from hfusion.optim import coupling, native_kernels
 from hfusion.optim.clip import overflowing, unscale

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.gradient_usage import absent_rows
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, copied, kept_rows, rows_of
 from hfusion.core.membership import member_rows
-from hfusion.core.row_indices import copied, kept_rows, rows_of
 from hfusion.device.backend import backend, is_recorded, sent
 from hfusion.optim.gpu import addresses_on, library, tables_of
 from hfusion.optim.group import check_gradient, common_members, membership_of

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from hfusion.core.errors import FusionError
-from hfusion.core.member_table import MemberTable
-from hfusion.core.row_indices import copied, kept_rows, rows_of
+from hfusion.core.member_table import MemberTable, copied, kept_rows, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import read
 

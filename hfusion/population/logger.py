@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hfusion.core.member_table import is_row
 from hfusion.core.patience import numbers
-from hfusion.core.row_indices import is_row
 from hfusion.core.text import file_name
 from hfusion.population.members import check_name
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.gradient_usage import absent_rows, mark_absent
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, is_row, rows_of
 from hfusion.core.membership import is_per_member, member_rows
 from hfusion.core.patience import numbers
-from hfusion.core.row_indices import is_row, rows_of
 from hfusion.core.step_arguments import Compile, check_loss_function
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of

@@ -22,7 +22,7 @@ from hfusion.checkpoint.save import Root, in_thread
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.exclusive import FairLock
-from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
+from hfusion.core.member_table import check_once, is_row, pairs, rows_of
 from hfusion.core.step_arguments import Compile
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue

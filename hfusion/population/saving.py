@@ -14,9 +14,8 @@ from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.save import GROUPS, OWN, SaveReader, SaveWriter, groups_of, saves_of
 from hfusion.core.errors import CheckpointError
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, Widths
 from hfusion.core.membership import member_rows
-from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
 from hfusion.population.grouping import Candidates, grouped
 from hfusion.population.members import LIMITS, Event, EventKind, GroupOptions

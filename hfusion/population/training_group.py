@@ -25,11 +25,10 @@ from hfusion.capture.registered_tensors import check_materialized, device_of, te
 from hfusion.checkpoint.save import member_stacks
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked, stacked, take_entries
-from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError, KeepsState
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, Widths
 from hfusion.core.membership import Membership, is_per_member, mark, membership
-from hfusion.core.row_indices import Widths
+from hfusion.core.memory import module_copy
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast, sent, without_autocast
 from hfusion.optim import clip_grad_norm_, clip_grad_value_, optimizer_rows

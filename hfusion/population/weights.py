@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
+from hfusion.core.member_table import rows_of
 from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import is_better, numbers
-from hfusion.core.row_indices import rows_of
 from hfusion.population.grouping import copied_member
 from hfusion.population.members import NO_BEST
 from hfusion.population.training_group import TrainingGroup

@@ -17,8 +17,7 @@ from time import perf_counter
 
 import torch
 
-from hfusion.device.backend import backend
-from hfusion.device.device_queues import EventClock, Queue
+from hfusion.device.backend import Queue, backend
 from hfusion.device.team import release_team
 from hfusion.runtime.task_state import Move, copy_now
 from hfusion.runtime.training import Gate, Training
@@ -78,7 +77,8 @@ class _Lane(Thread):
         self._in_flight: deque[_Job] = deque()
         # The thread that waits for the accelerator, since this one may be waiting for other jobs.
         self._reporter = None if copies or type(self._queue) is Queue else _Reporter(self)
-        self._clock = EventClock(worker.elapsed_seconds)
+        # The last event that was waited for, and when the device had reached it.
+        self._last: tuple[torch.Event, float] | None = None
 
     def run(self) -> None:
         # A new thread begins with its own number of threads, and kernels may round by it.
@@ -152,11 +152,19 @@ class _Lane(Thread):
 
     def _wait(self, mark: torch.Event | None) -> float:
         """Wait for ``mark``, or without one for the whole queue. Return the time at which the device was done."""
+        before, self._last = self._last, None
+        late = mark is not None and mark.query()
         if mark is None:
             self._queue.wait()
-            self._clock.forget()
-            return self._worker.elapsed_seconds()
-        return self._clock.ended(mark)
+        elif not late:
+            mark.synchronize()
+        ended = self._worker.elapsed_seconds()
+        # The device was done earlier than Python asked: compute the time from the device's clock.
+        if mark is not None and late and before is not None:
+            ended = min(ended, before[1] + before[0].elapsed_time(mark) / 1e3)
+        if mark is not None:
+            self._last = mark, ended
+        return ended
 
 
 def _nothing() -> None:

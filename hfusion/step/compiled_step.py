@@ -17,9 +17,9 @@ from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.member_random import draws_random, new_seeds
+from hfusion.core.member_table import blocks_of
 from hfusion.core.memory import distance, norm
 from hfusion.core.program import describe_value
-from hfusion.core.row_indices import blocks_of
 from hfusion.device.backend import random_states_kept
 from hfusion.device.team import Team
 from hfusion.ops.rule import hint

@@ -20,7 +20,7 @@ from hfusion.core.calls import take_entries
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
 from hfusion.core.member_random import new_seeds, seeded
-from hfusion.core.row_indices import blocks_of
+from hfusion.core.member_table import blocks_of
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast, without_autocast
 

@@ -18,8 +18,8 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceInfo, DeviceLost
 from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError, PlanError
+from hfusion.core.member_table import Widths
 from hfusion.core.memory import tensors_in
-from hfusion.core.row_indices import Widths
 from hfusion.device.backend import draws_kept
 from hfusion.device.calibrate import Rates
 from hfusion.torch_private.export_state import sparing_dynamo
