@@ -30,7 +30,7 @@ from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError, HFusionError
 from hfusion.core.memory import real_view
 
-FORMAT, VERSION = "hfusion checkpoint", 4
+FORMAT, VERSION = "hfusion checkpoint", 5
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-\d{12,}")
 _ASIDE = ".aside-"
@@ -157,9 +157,14 @@ def clean(folder: Path) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    paths = saves(folder)
-    scored = [(score, path) for path in paths if (score := _score(path)) is not None]
-    best = max(scored, key=lambda pair: (pair[0], _number(pair[1])))[1] if scored else None
+    paths, scores = saves(folder), dict[Path, float]()
+    for path in paths:
+        with suppress(CheckpointError, OSError):
+            score = read_manifest(path)["score"]
+            if isinstance(score, float | int):
+                scores[path] = score
+    # The later one of two.
+    best = max(reversed(scores), key=scores.__getitem__, default=None)
     for path in [path for path in paths[: -max(1, keep)] if path != best]:
         with suppress(OSError):
             if path.is_symlink():
@@ -169,14 +174,6 @@ def _prune(folder: Path, keep: int) -> None:
                 aside = path.rename(folder / f"{_ASIDE}{uuid.uuid4().hex}")
                 aside.chmod(0o700)
                 shutil.rmtree(aside, ignore_errors=True)
-
-
-def _score(path: Path) -> float | None:
-    try:
-        score = read_manifest(path)["score"]
-    except (CheckpointError, OSError):
-        return None
-    return score if isinstance(score, float | int) else None
 
 
 def saves(root: str | os.PathLike[str]) -> list[Path]:

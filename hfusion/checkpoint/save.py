@@ -1,8 +1,10 @@
 """hf.save and hf.load: an array, its optimizer and what else belongs to it, on disk and back.
 
-All or some members of one or several saves are read. Everything is checked before anything is written. Tensors whose
-key begins with ``members/`` have a row for each member that was saved; all members share the others. In saves of
-populations each group has keys of its own, which begin with ``groups/`` and its number.
+A save is a nest of plain values and tensors. The tensors of tables (``state``, ``scaler state``), and those of
+``module`` that ``stacked`` names, have a row for each of ``members``; all members share the others. A population is
+saved as a list of such nests, ``groups``.
+
+All or some members of one or several saves are read. Everything is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -30,16 +32,13 @@ from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import check_whole_stack, has_rows, is_per_member, member_rows, membership
+from hfusion.core.membership import check_whole_stack, has_rows, member_rows, membership
 from hfusion.core.memory import same_bits
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, state_dtype
 from hfusion.optim.lr_scheduler import PerMember
-
-OWN = "members/"
-GROUPS = "groups/"
 
 Root = str | os.PathLike[str]
 
@@ -92,10 +91,9 @@ def save(
     tags = [f"member {row}" for row in range(len(fused))] if tags is None else list(tags)
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"tags={tags}: give each of {len(fused)} members one of its own")
-    writer = SaveWriter(range(len(fused)), {"members": tags}, {})
-    writer.array(fused, optimizer, scheduler, scaler)
-    writer.run(loader, extra, [fused])
-    return files.write(directory, writer.body, writer.tensors, step=step, keep=keep, score=score)
+    state = {"members": tags, **array_state(range(len(fused)), fused, optimizer, scheduler, scaler)}
+    body, tensors = packed(state | run_state(loader, extra, [fused]))
+    return files.write(directory, body, tensors, step=step, keep=keep, score=score)
 
 
 def load(
@@ -146,93 +144,75 @@ def load(
 # What is saved, and what is read from saves.
 
 
-@dataclass
-class SaveWriter:
-    """Collects a save: ``rows`` are the array's rows of the members that are saved."""
-
-    rows: Sequence[int]
-    body: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    def store_rows(self, key: str, stack: Tensor) -> None:
-        """Store a copy of the members' rows of a stack, on the CPU."""
-        # If all are saved, they are copied without a temporary copy on the device.
-        if list(self.rows) != list(range(len(stack))):
-            stack = stack.detach().index_select(0, torch.as_tensor(list(self.rows), device=stack.device))
-        self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
-
-    def store_shared(self, key: str, tensor: Tensor) -> None:
-        """Store a copy of a tensor that all members share, on the CPU."""
-        self.tensors[key] = tensor.detach().cpu().clone()
-
-    def tree(self, key: str, value: Any) -> Any:
-        """Return a nest of plain values and tensors as JSON, and store its tensors."""
-        tensors: dict[str, Tensor] = {}
+def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a nest of plain values and tensors as JSON, and copies of its tensors on the CPU by their paths in it."""
+    body, tensors = dict[str, Any](), dict[str, Tensor]()
+    for key, value in state.items():
         try:
-            encoded = encode(value, tensors, key)
+            body[key] = encode(value, tensors, key)
         except RecursionError as error:
             raise CheckpointError(f"{key} is nested too deep, or holds itself: keep plain values") from error
-        self.tensors |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-        return encoded
+    return body, {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
 
-    def array(self, module: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> None:
-        """Store copies of an array, or of a single model that has marks, and of all that trains it.
 
-        None stands for what it has not.
-        """
-        _check_ours(optimizer, scaler)
-        if isinstance(module, FusedModule):
-            module._views.update(module)
-        names = {}
-        for name, tensor in tensors_of(module):
-            check_whole_stack(tensor, "save it with torch.distributed.checkpoint")
-            names[name], mark = is_per_member(tensor), membership(tensor)
-            if mark is None or not mark.is_own:
-                self.store_shared(f"module/{name}", tensor)
-            else:
-                self.store_rows(f"module/{name}", member_rows(tensor, mark))
-        self.body["module"] = {"stacked": names}
-        if optimizer is not None:
-            for key, stack in _optimizer_stacks(optimizer).items():
-                self.store_rows(key, stack)
-            for param, name in _shared_params(optimizer):
-                for entry, value in optimizer.state.get(param, {}).items():
-                    self.store_shared(f"optimizer/state/{name}/{entry}", value)
-            begun = encode(optimizer.initial_values, {}, "begun")
-            self.body["optimizer"] = {**_described(optimizer), "begun": begun}
-        if scheduler is not None:
-            common = not isinstance(scheduler, PerMember)
-            rows = [0] if common else self.rows
-            states = [scheduler.state_dict()] if common else [scheduler.member_state(row) for row in rows]
-            self.body["schedule"] = {
-                "common": common,
-                "members": [self.tree(f"schedule/{row}", state) for row, state in zip(rows, states, strict=True)],
-                "kinds": [type(scheduler).__name__] if common else [scheduler.kinds[row] for row in rows],
-            }
-        if scaler is not None:
-            state = scaler.state_dict()
-            self.body["scaler"] = sorted(state)
-            self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
-            for name, value in state.items():
-                self.store_rows(f"scaler/{name}", value)
+def array_state(rows: Sequence[int], module: nn.Module, optimizer: Any, scheduler: Any, scaler: Any) -> dict[str, Any]:
+    """Return the state of members ``rows`` of an array, or of a single model that has marks, and of what trains it.
 
-    def run(self, loader: Any, extra: Any, modules: Sequence[nn.Module]) -> None:
-        """Store the loader's position, ``extra``, and the random states of torch, Python, numpy and the devices."""
-        if loader is not None:
-            if not hasattr(loader, "state_dict"):
-                raise CheckpointError(
-                    f"loader must have a state_dict, by which it could go on, got {type(loader).__name__}. Give "
-                    "torchdata's StatefulDataLoader, or none."
-                )
-            self.body["loader"] = self.tree("loader", loader.state_dict())
-        self.body["extra"] = self.tree("extra", extra)
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": python_random.getstate(),
-            "numpy": np.random.get_state(),
-            "devices": {str(device): backend(device).random_states() for device in _devices_of(modules)},
+    None stands for what it has not. Tensors are live if all members are saved.
+    """
+    _check_ours(optimizer, scaler)
+    if isinstance(module, FusedModule):
+        module._views.update(module)
+
+    def own(stack: Tensor) -> Tensor:
+        # If all are saved, they are copied without a temporary copy on the device.
+        if list(rows) == list(range(len(stack))):
+            return stack
+        return stack.detach().index_select(0, torch.as_tensor(list(rows), device=stack.device))
+
+    stacked: dict[str, bool] = {}
+    values: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(module):
+        check_whole_stack(tensor, "save it with torch.distributed.checkpoint")
+        mark = membership(tensor)
+        stacked[name] = mark is not None and mark.is_own
+        values[name] = (own(member_rows(tensor, mark)) if mark is not None and mark.is_own else tensor).detach()
+    state: dict[str, Any] = {"module": values, "stacked": stacked}
+    if optimizer is not None:
+        state["optimizer"] = {**_described(optimizer), "begun": optimizer.initial_values}
+        tables = optimizer.tables().items()
+        state["state"] = {name: {key: own(stack) for key, stack in table.columns.items()} for name, table in tables}
+        shared = _shared_params(optimizer)
+        state["shared state"] = {name: dict(optimizer.state.get(param, {})) for param, name in shared}
+    if scheduler is not None:
+        common = not isinstance(scheduler, PerMember)
+        state["schedule"] = {
+            "common": common,
+            "members": [scheduler.state_dict()] if common else [scheduler.member_state(row) for row in rows],
+            "kinds": [type(scheduler).__name__] if common else [scheduler.kinds[row] for row in rows],
         }
-        self.body["random"] = self.tree("random", state)
+    if scaler is not None:
+        columns = scaler.state_dict()
+        state["scaler"], state["scaler begun"] = sorted(columns), scaler.initial_values
+        state["scaler state"] = {name: own(column) for name, column in columns.items()}
+    return state
+
+
+def run_state(loader: Any, extra: Any, modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the loader's position, ``extra``, and the random states of torch, Python, numpy and the devices."""
+    if loader is not None and not hasattr(loader, "state_dict"):
+        raise CheckpointError(
+            f"loader must have a state_dict, by which it could go on, got {type(loader).__name__}. Give torchdata's "
+            "StatefulDataLoader, or none."
+        )
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": python_random.getstate(),
+        "numpy": np.random.get_state(),
+        "devices": {str(device): backend(device).random_states() for device in _devices_of(modules)},
+    }
+    position = {} if loader is None else {"loader": loader.state_dict()}
+    return {"extra": extra, "random": state, **position}
 
 
 @dataclass
@@ -295,17 +275,12 @@ class SaveReader:
                 raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
         return first
 
-    def member_rows(self, key: str) -> Tensor:
-        """Return the members' rows of a tensor; a shared one is repeated for each."""
-        return torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
-
-    def shared_tensor(self, key: str) -> Tensor:
-        """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
-        first = self.parts[0][0].tensors[key]
-        for saved, _ in self.parts:
-            if not same_bits(saved.tensors[key], first):
-                raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
-        return first
+    def shared_tensor(self, label: str, values: Sequence[Tensor]) -> Tensor:
+        """Return a shared tensor, from its values in the saves. Raises CheckpointError if they differ."""
+        for value, (saved, _) in zip(values, self.parts, strict=True):
+            if not same_bits(value, values[0]):
+                raise CheckpointError(f"{label} in {saved.path} is not that in {self.path}: these do not merge")
+        return values[0]
 
     def write(self) -> None:
         """Write all that was read."""
@@ -320,7 +295,7 @@ class SaveReader:
         _check_ours(optimizer, scaler)
         tensors = dict(tensors_of(model))
         for saved, _ in self.parts:
-            if odd := sorted(tensors.keys() ^ saved.body["module"]["stacked"].keys()):
+            if odd := sorted(tensors.keys() ^ saved.body["stacked"].keys()):
                 raise CheckpointError(
                     f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
                 )
@@ -342,9 +317,9 @@ class SaveReader:
         if scaler is not None:
             if (names := self.agreed("scaler")) is None:
                 raise CheckpointError(f"{self.path} holds no scaler")
-            state = {name: self.member_rows(f"scaler/{name}") for name in names}
+            columns = {n: torch.cat([saved.body["scaler state"][n][rows] for saved, rows in self.parts]) for n in names}
             begun = self.initial_hyperparameters("scaler begun")
-            self.writes += [partial(scaler.load_state_dict, state), partial(scaler.initial_values.update, begun)]
+            self.writes += [partial(scaler.load_state_dict, columns), partial(scaler.initial_values.update, begun)]
 
     def _values(self, name: str, like: Tensor) -> Tensor:
         """Read a tensor of the module, stacked or shared as ``like`` is.
@@ -354,16 +329,22 @@ class SaveReader:
         """
         mark = membership(like)
         stacked, several = mark is not None and mark.stacked, len(self.tags) > 1
-        saved_as_stacked = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
+        values = [saved.body["module"][name] for saved, _ in self.parts]
+        saved_as_stacked = {saved.body["stacked"][name] for saved, _ in self.parts}
         if saved_as_stacked == {False} and not stacked:
-            return self.shared_tensor(f"module/{name}")
+            return self.shared_tensor(f"module/{name}", values)
         if several and like.requires_grad and saved_as_stacked != {stacked}:
             shown = "each member's own" if stacked else "one for all members"
             raise CheckpointError(
                 f"{name} is trained and {shown} here, and was not in {self.path}: make models that share as the saved "
                 "ones did"
             )
-        rows = self.member_rows(f"module/{name}")
+        rows = torch.cat(
+            [
+                value[places] if saved.body["stacked"][name] else value.expand(len(places), *value.shape)
+                for value, (saved, places) in zip(values, self.parts, strict=True)
+            ]
+        )
         if stacked:
             return rows
         if not all(same_bits(row, rows[0]) for row in rows):
@@ -384,21 +365,20 @@ class SaveReader:
             start, stop = stop, stop + len(indices)
             self.writes.append(partial(optimizer.put, range(start, stop), _optimizer_tables(saved, indices, optimizer)))
         for param, name in _shared_params(optimizer):
-            prefix = f"optimizer/state/{name}/"
-            keys = [sorted(key for key in saved.tensors if key.startswith(prefix)) for saved, _ in self.parts]
-            if any(saved_keys != keys[0] for saved_keys in keys):
+            states = [saved.body["shared state"].get(name, {}) for saved, _ in self.parts]
+            if any(state.keys() != states[0].keys() for state in states):
                 raise CheckpointError(
                     f"{self.path}: {name} is one for all members, and the optimizer has no state of it in some of "
                     "the saves: merge arrays that have all made a step"
                 )
-            entries = {key.removeprefix(prefix): self.shared_tensor(key).clone() for key in keys[0]}
-            for entry, value in entries.items():
+            entries = {}
+            for entry in states[0]:
+                value = self.shared_tensor(f"{entry} of {name}", [state[entry] for state in states]).clone()
                 _check_entry(self.path, optimizer, param, entry, value.shape)
-                if entry not in optimizer.numbers:
-                    entries[entry] = value.to(param.device)
+                entries[entry] = value if entry in optimizer.numbers else value.to(param.device)
             put = partial(optimizer.state.__setitem__, param, entries)
             self.writes.append(put if entries else partial(optimizer.state.pop, param, None))
-        begun = decode(record["begun"], {})
+        begun = [dict(values) for values in record["begun"]]
         self.writes += [partial(setattr, optimizer, "initial_values", begun), optimizer.forget]
 
     def _scheduler(self, scheduler: Any) -> None:
@@ -423,13 +403,13 @@ class SaveReader:
                     f"{self.path} holds {saved_kind} for {self.tags[row]!r}, and its scheduler here is {kind}: give "
                     "the scheduler that it was saved with"
                 )
-            state = decode(saved.body["schedule"]["members"][index], saved.tensors)
+            state = saved.body["schedule"]["members"][index]
             load = scheduler.load_state_dict if common else partial(scheduler.load_member, row)
             self.writes.append(partial(load, state))
 
     def initial_hyperparameters(self, key: str) -> dict[str, float | None]:
         """Return the hyper-parameters that members started with, by name; None where members differ."""
-        records = [decode(saved.body[key], {}) for saved, _ in self.parts]
+        records = [saved.body[key] for saved, _ in self.parts]
         first = records[0]
         return {
             name: first.get(name) if all(values.get(name) == first.get(name) for values in records) else None
@@ -460,9 +440,8 @@ class SaveReader:
         self.writes.append(partial(loader.load_state_dict, position))
 
     def value(self, key: str) -> Any:
-        """Return the nested value that the first save holds under ``key``."""
-        saved = self.parts[0][0]
-        return decode(saved.body.get(key), saved.tensors)
+        """Return the value that the first save holds under ``key``."""
+        return self.parts[0][0].body.get(key)
 
 
 def _check_ours(optimizer: Any, scaler: Any) -> None:
@@ -484,17 +463,11 @@ def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
     groups = [
         {
             "params": [membership_of(param).name for param in group["params"]],
-            "options": encode({key: group[key] for key in optimizer.options}, {}, "options"),
+            "options": {key: group[key] for key in optimizer.options},
         }
         for group in optimizer.param_groups
     ]
     return {"class": type(optimizer).__name__, "groups": groups}
-
-
-def _optimizer_stacks(optimizer: FusedOptimizer) -> dict[str, Tensor]:
-    """Return the members' hyper-parameters and state of an optimizer by their keys in a save, to access rows."""
-    tables = optimizer.tables().items()
-    return {f"optimizer/{name}/{key}": stack for name, table in tables for key, stack in table.columns.items()}
 
 
 def _shared_params(optimizer: FusedOptimizer) -> list[tuple[Tensor, str]]:
@@ -505,11 +478,12 @@ def _shared_params(optimizer: FusedOptimizer) -> list[tuple[Tensor, str]]:
 
 def _optimizer_tables(saved: Saved, indices: Sequence[int], optimizer: FusedOptimizer) -> dict[str, MemberTable]:
     """Return the rows of one save as `FusedOptimizer.put` takes them. Raises CheckpointError if they do not fit."""
-    tables = {name: MemberTable(len(indices)) for name in optimizer.tables()}
-    for key in saved.tensors:
-        name, _, column = key.removeprefix(OWN).removeprefix("optimizer/").rpartition("/")
-        if name in tables:
-            tables[name][column] = _rows(saved, key.removeprefix(OWN), indices)
+    tables, count = {}, len(saved.body["members"])
+    for name in optimizer.tables():
+        # The state of a shared parameter is repeated for each member.
+        shared = saved.body["shared state"].get(name.removeprefix("state/"), {}).items()
+        columns = saved.body["state"].get(name, {}) | {entry: x.expand(count, *x.shape) for entry, x in shared}
+        tables[name] = MemberTable(count, columns).take(indices)
     for number, group in enumerate(optimizer.param_groups):
         for hyper in optimizer.hypers:
             values = tables[f"param group {number}"][hyper.label]
@@ -545,18 +519,11 @@ def _difference(saved: Any, current: Any) -> str:
     return next((f"{old}, not {new}" for old, new in pairs if old != new), "")
 
 
-def _rows(saved: Saved, key: str, indices: Sequence[int]) -> Tensor:
-    """Return the members' rows of a tensor in one save; a shared tensor is expanded to a row for each."""
-    if OWN + key in saved.tensors:
-        return saved.tensors[OWN + key][indices]
-    shared = saved.tensors[key]
-    return shared.expand(len(indices), *shared.shape)
-
-
 def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
     """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
     stacks = {f"module/{name}": tensor.detach() for name, tensor in tensors_of(fused) if has_rows(tensor)}
-    return stacks | _optimizer_stacks(optimizer)
+    tables = optimizer.tables().items()
+    return stacks | {f"state/{name}/{key}": stack for name, table in tables for key, stack in table.columns.items()}
 
 
 # Saves in the background, and the saves below folders.
@@ -586,18 +553,17 @@ def groups_of(saved: Saved) -> list[Saved]:
     """Return the groups of a population's save, each as if it had been saved alone; of another save only itself."""
     if "groups" not in saved.body:
         return [saved]
-    common = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith(GROUPS)}
-    parts = []
-    for number, body in enumerate(saved.body["groups"]):
-        prefix = f"{GROUPS}{number}/"
-        own = {key.removeprefix(prefix): value for key, value in saved.tensors.items() if key.startswith(prefix)}
-        parts.append(replace(saved, body={**saved.body, **body}, tensors=common | own))
-    return parts
+    return [replace(saved, body={**saved.body, **group}) for group in saved.body["groups"]]
 
 
 def saves_of(root: Root | Sequence[Root]) -> list[Saved]:
-    """Return the latest save under each root. Raises CheckpointError."""
+    """Return the latest save under each root, with its tensors in its ``body``. Raises CheckpointError."""
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
     if not roots:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")
-    return [files.read(folder) for folder in roots]
+    saves = []
+    for folder in roots:
+        saved = files.read(folder)
+        with wrap_load_errors(saved.path):
+            saves.append(replace(saved, body=decode(saved.body, saved.tensors), tensors={}))
+    return saves

@@ -648,8 +648,8 @@ class Population:
             # One save at a time.
             self._saving.exception()
         with self._lock:
-            writer, steps = gathered(self, loader, extra), self.steps
-        write = partial(files.write, directory, writer.body, writer.tensors, step=steps, keep=keep, score=score)
+            (body, tensors), steps = gathered(self, loader, extra), self.steps
+        write = partial(files.write, directory, body, tensors, step=steps, keep=keep, score=score)
         if wait:
             saving: Future[Path] = Future()
             saving.set_result(write())

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.files import Saved, wrap_load_errors
-from hfusion.checkpoint.json_tree import encode
-from hfusion.checkpoint.save import GROUPS, OWN, SaveReader, SaveWriter, groups_of, saves_of
+from hfusion.checkpoint.save import SaveReader, array_state, groups_of, packed, run_state, saves_of
 from hfusion.core.errors import CheckpointError
 from hfusion.core.member_table import MemberTable, Widths
 from hfusion.core.membership import member_rows
@@ -25,35 +24,33 @@ if TYPE_CHECKING:
     from hfusion.population.population import Population
 
 
-def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
-    """Return copies of all that a save holds. Raises CheckpointError during an update, or if all rows are free."""
-    groups = population._groups
+def gathered(population: Population, loader: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return copies of all that a save holds, as `hfusion.checkpoint.files.write` takes them.
+
+    Raises CheckpointError during an update, or if all rows are free.
+    """
     if not population._layout.live:
         raise CheckpointError("every row of the population is free: there is no member to save")
-    writer = SaveWriter([], {}, {})
-    writer.run(loader, extra, [group.fused for group in groups])
-    bodies = []
-    for number, group in enumerate(groups):
+    groups: list[dict[str, Any]] = []
+    for group in population._groups:
         table = group.table
         group.settle()
-        part = SaveWriter(table.live, {"members": [table["tag"][row] for row in table.live]}, {})
-        part.array(group.fused, group.optimizer, group.scheduler, group.scaler)
+        state = array_state(table.live, group.fused, group.optimizer, group.scheduler, group.scaler)
         for kind, saved in (("member", table), ("best", group.best)):
-            for name, column in saved.columns.items():
-                if isinstance(column, Tensor):
-                    part.store_rows(f"{kind}/{name}", column)
-        part.body["numbers begun"] = encode(group.options.initial, {}, "numbers begun")
-        part.body["on_nonfinite"] = group.options.on_nonfinite
-        part.body["group"] = {
+            columns = {name: column for name, column in saved.columns.items() if isinstance(column, Tensor)}
+            state[kind] = MemberTable(saved.rows, columns).take(table.live).columns
+        state["members"] = [table["tag"][row] for row in table.live]
+        state["numbers begun"] = group.options.initial
+        state["on_nonfinite"] = group.options.on_nonfinite
+        state["group"] = {
             "rows": table["tag"],
             "first": group._widths.first,
             "known": group.known_calls,
         }
-        bodies.append(part.body)
-        writer.tensors |= {f"{GROUPS}{number}/{key}": tensor for key, tensor in part.tensors.items()}
-    writer.body |= {
-        "members": [name for body in bodies for name in body["members"]],
-        "groups": bodies,
+        groups.append(state)
+    whole = {
+        "members": [name for state in groups for name in state["members"]],
+        "groups": groups,
         "population": {
             "rows": population.tags,
             "array": not population._parted,
@@ -61,7 +58,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
             "lineage": [[event.step, event.tag, event.what.value, event.source] for event in population.lineage],
         },
     }
-    return writer
+    return packed(whole | run_state(loader, extra, [group.fused for group in population._groups]))
 
 
 def load(
@@ -182,7 +179,7 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
         reader.write()
         given = group.table["accumulate"].clone()
         for kind, table in (("member", group.table), ("best", group.best)):
-            _load_table(reader, f"{OWN}{kind}/", table, dict(tensors(group.fused)))
+            _load_table(reader, kind, table, dict(tensors(group.fused)))
         if counted:
             if bool(((group.table["done"] > 0) & (group.table["accumulate"] != given)).any()):
                 raise CheckpointError(
@@ -200,8 +197,8 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
             group._step.expected_calls |= {call for saved, _ in reader.parts for call in saved.body["group"]["known"]}
 
 
-def _load_table(reader: SaveReader, prefix: str, table: MemberTable, named: Mapping[str, Tensor]) -> None:
-    """Write the saved columns, whose keys begin with ``prefix``, into a table. A column that a save lacks stays there.
+def _load_table(reader: SaveReader, kind: str, table: MemberTable, named: Mapping[str, Tensor]) -> None:
+    """Write the columns that are saved as ``kind`` into a table. A column that a save lacks stays there.
 
     named: the tensors of the group by key, whose shape and device columns of tensors have.
     """
@@ -209,10 +206,10 @@ def _load_table(reader: SaveReader, prefix: str, table: MemberTable, named: Mapp
     for saved, places in reader.parts:
         rows = range(stop, stop := stop + len(places))
         part = table.take(rows)
-        for name in [key.removeprefix(prefix) for key in saved.tensors if key.startswith(prefix)]:
-            stack, (kind, _, key) = saved.tensors[prefix + name], name.partition("/")
+        for name, stack in saved.body[kind].items():
+            of, _, key = name.partition("/")
             if name not in table:
-                of_tensor = key and kind != "absent"
+                of_tensor = key and of != "absent"
                 table.begin(name, member_rows(named[key].detach(), membership_of(named[key])) if of_tensor else stack)
             part[name] = stack[places]
         table.put(rows, part)

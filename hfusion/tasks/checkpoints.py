@@ -10,10 +10,11 @@ from typing import Any
 from urllib.parse import unquote
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.save import OWN, SaveReader, SaveWriter
+from hfusion.checkpoint.save import SaveReader, array_state, packed, saves_of
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
 from hfusion.schedule.plan import TaskPlan
@@ -101,7 +102,7 @@ class ArraySaves:
         files.clean(self._folder)
         if not files.saves(self._folder):
             return None
-        reader = SaveReader.of([files.read(self._folder)], None)
+        reader = SaveReader.of(saves_of(self._folder), None)
         with files.wrap_load_errors(reader.path):
             saved = reader.value("task")
             if not isinstance(saved, dict):
@@ -122,7 +123,7 @@ class ArraySaves:
             if saved["evaluations"] is not None:
                 kept.load_best(saved["best"], reader.path)
             reader.array(setup.array, setup.optimizer, scheduler, None)
-            if scheduler is None and reader.agreed("schedule") is not None:
+            if scheduler is None and reader.value("schedule") is not None:
                 raise CheckpointError(
                     f"{reader.path} was saved with a scheduler, and the task {setup.task.name!r} has none: give "
                     "it that scheduler, or a new folder"
@@ -154,19 +155,19 @@ class ArraySaves:
         # Wait for the previous save, so that there is only one copy at a time.
         self._wait()
         self._listen(ArrayNote("copied", steps))
-        writer = SaveWriter(range(len(self._names)), {"members": self._names}, {})
-        writer.array(self._setup.array, self._setup.optimizer, border.scheduler, None)
-        border.kept.write_stopped({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
-        writer.body["task"] = writer.tree("task", _progress(border))
-        self._write = self._threads.submit(self._written, writer, steps)
+        rows, setup = range(len(self._names)), self._setup
+        state = array_state(rows, setup.array, setup.optimizer, border.scheduler, None)
+        body, tensors = packed({"members": self._names, **state, "task": _progress(border)})
+        border.kept.write_stopped(tensors)
+        self._write = self._threads.submit(self._written, body, tensors, steps)
         if border.training.over or steps == border.plan.steps:
             self._wait()
         else:
             self.bound(steps)
 
-    def _written(self, writer: SaveWriter, steps: int) -> int:
+    def _written(self, body: dict[str, Any], tensors: dict[str, Tensor], steps: int) -> int:
         """Write a copy, and return its minibatches."""
-        files.write(self._folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
+        files.write(self._folder, body, tensors, step=steps, keep=_KEEP)
         self._listen(ArrayNote("saved", steps))
         return steps
 
