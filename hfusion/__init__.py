@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster as Cluster, plan as plan, train as train
     from hfusion.cluster.ranks import copy_rows as copy_rows, gather_rows as gather_rows, rows as rows
     from hfusion.core.calls import Ragged as Ragged, stacked as stacked
-    from hfusion.core.errors import CheckpointError as CheckpointError
-    from hfusion.core.errors import ForwardsDiffer as ForwardsDiffer
-    from hfusion.core.errors import FusionError as FusionError
-    from hfusion.core.errors import HFusionError as HFusionError
-    from hfusion.core.errors import NonFiniteError as NonFiniteError
-    from hfusion.core.errors import PlanError as PlanError
+    from hfusion.core.errors import CheckpointError as CheckpointError, ForwardsDiffer as ForwardsDiffer
+    from hfusion.core.errors import FusionError as FusionError, HFusionError as HFusionError
+    from hfusion.core.errors import NonFiniteError as NonFiniteError, PlanError as PlanError
     from hfusion.core.errors import SpillError as SpillError
     from hfusion.core.patience import Patience as Patience
     from hfusion.device.machine import Device as Device, Machine as Machine

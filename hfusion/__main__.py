@@ -23,7 +23,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,16 +40,8 @@ from hfusion.device.native import compiler, processor_name
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
-def _terminate(signals: list[int], number: int, frame: Any) -> NoReturn:
-    """End the script at SIGTERM: whatever ends well at Ctrl-C does so now."""
-    signals.append(number)
-    # Whoever sends another does not want to wait.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise KeyboardInterrupt
-
-
-def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the script's arguments: those that are not known here, and all after ``--``."""
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m hfusion", description="Tools of hfusion.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"hfusion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -65,18 +56,13 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     caches.add_argument("action", choices=["clear"])
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parsed, rest = parser.parse_known_args(arguments[:end])
-    if parsed.command == "run" and not parsed.script.is_file():
-        parser.exit(2, f"python -m hfusion: there is no script {parsed.script}\n")
-    if parsed.command != "run" and len(rest) + len(arguments) > end:
-        parser.error(f"unknown arguments of {parsed.command}: {' '.join([*rest, *arguments[end:]])}")
-    return parsed, [*rest, *arguments[end + 1 :]]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status."""
-    parsed, rest = _parsed(arguments)
     if parsed.command == "run":
-        return _run(parsed, rest)
+        if not parsed.script.is_file():
+            parser.exit(2, f"python -m hfusion: there is no script {parsed.script}\n")
+        # The script's arguments are those that are not known here, and all after ``--``.
+        return _run(parsed, [*rest, *arguments[end + 1 :]])
+    if len(rest) + len(arguments) > end:
+        parser.error(f"unknown arguments of {parsed.command}: {' '.join([*rest, *arguments[end:]])}")
     if parsed.command == "status":
         # Scripts that are run need nothing of it.
         from hfusion.status import print_status, read_status, to_json
@@ -100,7 +86,14 @@ def _run(parsed: argparse.Namespace, rest: list[str]) -> int:
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(parsed.script), *rest], str(parsed.script.parent.absolute())
     signals: list[int] = []
-    previous_handler = signal.signal(signal.SIGTERM, partial(_terminate, signals))
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        signals.append(number)
+        # Whatever ends well at Ctrl-C does so now. Whoever sends another signal does not want to wait.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
     resume_hint = "" if parsed.resume is None else "; the same command goes on"
     try:
         with nullcontext() if parsed.resume is None else resuming(parsed.resume.absolute()):

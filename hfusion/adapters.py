@@ -156,12 +156,12 @@ class Adapters(list[Any]):
                     f"{label} adapts {path}, which none of the members adapts that the array was made with; make it "
                     "with a member that does"
                 )
-        for path, layer in padded_layers.items():
-            fill(layer, source_layers.get(path), f"{label}, {path}")
-        filled, source_tensors = lora_names(padded_layers), dict(model.named_parameters()) | dict(model.named_buffers())
-        for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
-            if name not in filled and name in source_tensors and source_tensors[name] is not tensor:
-                tensor.copy_(source_tensors[name])
+            fill(padded_layers[path], source_layers[path], f"{label}, {path}")
+        tensors = dict([*member.named_parameters(), *member.named_buffers()])
+        for name, source in [*model.named_parameters(), *model.named_buffers()]:
+            if name in tensors and tensors[name] is not source:
+                # The rows and columns behind its rank stay zero, as in the template.
+                tensors[name][tuple(map(slice, source.shape))].copy_(source)
         trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
         trained |= lora_names(padded_layers.keys() - source_layers.keys())
         for name, tensor in member.named_parameters():
@@ -252,6 +252,8 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     chosen.init_lora_weights = True
     template: Any = frozen.adapted(chosen, 0)
     for layer in layers(template).values():
+        for _, _, room in _rooms(layer):
+            nn.init.zeros_(room)
         # The scale, rank and alpha become buffers.
         device = next(layer.parameters()).device
         layer.scaling = BufferDict({NAME: torch.zeros((), dtype=torch.float64, device=device)}, persistent=True)
@@ -519,34 +521,27 @@ def _rooms(layer: Any) -> list[tuple[str, int, Tensor]]:
 
 @torch.no_grad()
 def fill(layer: Any, source: Any, where: str) -> None:
-    """Copy peft's layer ``source`` into ``layer``, which is as in a template. None: no adapter, rank 0.
+    """Give ``layer``, which is as in a template, the rank, scale and dropout of peft's layer ``source``.
 
     Raises:
         FusionError: ``source`` does not fit, for example as its rank is larger.
     """
-    parameters = {} if source is None else dict(source.named_parameters())
-    for name, dim, room in _rooms(layer):
-        room.zero_()
-        if source is None:
-            continue
-        member_rank, largest_rank = rank(source), room.shape[dim]
-        if member_rank > largest_rank:
+    size, p = rank(source), dropout(source)
+    for _, dim, room in _rooms(layer):
+        largest_rank = room.shape[dim]
+        if size > largest_rank:
             raise FusionError(
-                f"{where}: an adapter of rank {member_rank} does not fit an array whose largest rank is {largest_rank} "
-                f"there; make the array with room for it, hf.lora(..., max_rank={member_rank})"
+                f"{where}: an adapter of rank {size} does not fit an array whose largest rank is {largest_rank} there; "
+                f"make the array with room for it, hf.lora(..., max_rank={size})"
             )
-        if member_rank < largest_rank and getattr(layer.get_base_layer(), "groups", 1) > 1:
+        if size < largest_rank and getattr(layer.get_base_layer(), "groups", 1) > 1:
             raise FusionError(
-                f"{where} is a convolution in groups, in each of which the rank is split: ranks {member_rank} and "
+                f"{where} is a convolution in groups, in each of which the rank is split: ranks {size} and "
                 f"{largest_rank} cannot be padded to one; give all members one rank there (rank_pattern)"
             )
-        room.narrow(dim, 0, member_rank).copy_(parameters[name])
-    layer.rank.fill_(0 if source is None else rank(source))
-    layer.alpha.fill_(0.0 if source is None else source.lora_alpha[NAME])
-    layer.scaling[NAME].fill_(0.0 if source is None else source.scaling[NAME])
-    if source is None:
-        return
-    p = dropout(source)
+    layer.rank.fill_(size)
+    layer.alpha.fill_(source.lora_alpha[NAME])
+    layer.scaling[NAME].fill_(source.scaling[NAME])
     if isinstance(layer.lora_dropout[NAME], nn.Dropout):
         layer.lora_dropout[NAME].p = p
     elif p:
@@ -560,7 +555,7 @@ def dropout(layer: Any) -> float:
 
 
 def lora_names(paths: Iterable[str]) -> frozenset[str]:
-    """Return the names of the tensors that `fill` writes in these layers, with the buffers that a template has."""
+    """Return the names of the adapters' tensors in these layers, with the buffers that a template has."""
     names = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
     return frozenset(f"{path}.{name}" for path in paths for name in names)
 

@@ -14,15 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-
-def _interval() -> int:
-    given = os.environ.get("HFUSION_CHECK", "0")
-    if not given.isdecimal():
-        raise ValueError(f"HFUSION_CHECK={given!r}: give n, to compare every n-th call with the members' own code")
-    return int(given)
-
-
-RECHECKED = _interval()
+_given = os.environ.get("HFUSION_CHECK", "0")
+if not _given.isdecimal():
+    raise ValueError(f"HFUSION_CHECK={_given!r}: give n, to compare every n-th call with the members' own code")
+RECHECKED = int(_given)
 """Each so many calls of a program are compared with the members' own code, besides the first; 0: none."""
 
 

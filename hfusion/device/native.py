@@ -46,6 +46,8 @@ def library(source: Path, text: str | None = None) -> ctypes.CDLL | str:
     """
     if os.environ.get("HFUSION_NATIVE") == "0":
         return "HFUSION_NATIVE=0"
+    if (pending := _pending_libraries.pop(source, None)) is not None:
+        pending.result()
     return _loaded(source, text)
 
 
@@ -56,7 +58,7 @@ def compile_in_background(source: Path, before: Callable[[], object]) -> None:
     _requested_sources.add(source)
     before()
     worker = ThreadPoolExecutor(1, thread_name_prefix="hfusion-compiler")
-    _pending_libraries[source] = worker.submit(_library_or_reason, source)
+    _pending_libraries[source] = worker.submit(_loaded, source, None)
     worker.shutdown(wait=False)
 
 
@@ -69,11 +71,6 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _loaded(source: Path, text: str | None) -> ctypes.CDLL | str:
-    pending = _pending_libraries.pop(source, None)
-    return _library_or_reason(source, text) if pending is None else pending.result()
-
-
-def _library_or_reason(source: Path, text: str | None = None) -> ctypes.CDLL | str:
     try:
         command = compiler()
         if command is None:
@@ -105,25 +102,15 @@ def build(source: Path, compiler: Sequence[str], directory: Path, text: str | No
         pass
     except OSError as error:
         warnings.warn(f"the compiled kernels in {path} are built again: {error.strerror}", stacklevel=2)
-    return _compile(source.name, content, compiler, path)
-
-
-@cache
-def _version(compiler: tuple[str, ...]) -> bytes:
-    return subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
-
-
-def _compile(name: str, content: bytes, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
-    """Compile a source file, store the library at ``path``, and load it. Returns the reason if that fails."""
     with temporary_folder() as folder:
-        source, output = folder / name, folder / path.name
-        source.write_bytes(content)
+        copy, output = folder / source.name, folder / path.name
+        copy.write_bytes(content)
         for extras in _EXTRAS:
-            command = [*compiler, *_FLAGS, *extras, "-o", str(output), str(source), "-lm"]
+            command = [*compiler, *_FLAGS, *extras, "-o", str(output), str(copy), "-lm"]
             process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-            if process.returncode == 0 and (library := _load(content := output.read_bytes(), path)) is not None:
+            if process.returncode == 0 and (library := _load(binary := output.read_bytes(), path)) is not None:
                 try:
-                    write_sealed(path, content)
+                    write_sealed(path, binary)
                 except OSError as error:
                     warnings.warn(
                         f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them "
@@ -132,6 +119,11 @@ def _compile(name: str, content: bytes, compiler: Sequence[str], path: Path) -> 
                     )
                 return library
     return f"{shlex.join(command)} failed: {process.stderr.strip()[-300:] or 'the library does not load'}"
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> bytes:
+    return subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
 
 
 def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
