@@ -29,9 +29,8 @@ from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_model, tensors_of
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.member_table import moved_rows
-from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark
+from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark, mark_stack
 from hfusion.core.memory import has_address, module_copy
-from hfusion.core.parameter_attributes import mark_stack
 from hfusion.device.backend import active_autocast
 from hfusion.passes.align import Unexplained, differ_in
 from hfusion.torch_private.export_state import uncompiled

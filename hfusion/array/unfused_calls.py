@@ -25,8 +25,8 @@ from hfusion.core.errors import FusionError, NotCaptured
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
 from hfusion.core.layout import Listed, member_values
 from hfusion.core.member_random import member_seeds
+from hfusion.core.membership import keep_marks
 from hfusion.core.memory import has_address, version_of
-from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.program import Kind
 from hfusion.device.backend import random_states_kept, seed_in_use
 from hfusion.torch_private.dispatch_modes import (

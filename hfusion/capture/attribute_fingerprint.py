@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.hooks import hooks_of, is_intercepted, is_recipe, options, recomputed
 from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.core.errors import FusionError
-from hfusion.core.parameter_attributes import marks
+from hfusion.core.membership import marks
 from hfusion.core.python_values import (
     PLAIN,
     Compound,

@@ -25,8 +25,8 @@ from hfusion.capture.registered_tensors import holder_of
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
 from hfusion.core.layout import Layout, Listed, member_values, same_value
+from hfusion.core.membership import keep_marks
 from hfusion.core.memory import is_plain, same_bits, version_of
-from hfusion.core.parameter_attributes import keep_marks
 from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.passes.functional import OPAQUE

@@ -33,7 +33,7 @@ from hfusion.core.fingerprint import (
     is_user_code,
     names_in,
 )
-from hfusion.core.parameter_attributes import marks
+from hfusion.core.membership import marks
 from hfusion.core.python_values import (
     CONTAINERS,
     SCALARS,

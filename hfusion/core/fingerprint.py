@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from hfusion.core.parameter_attributes import marks
+from hfusion.core.membership import marks
 from hfusion.core.python_values import (
     IdentityRef,
     KeyReader,

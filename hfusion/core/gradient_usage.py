@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hfusion.core.layout import Listed
-from hfusion.core.membership import has_rows, own_hook
-from hfusion.core.parameter_attributes import keep_marks
+from hfusion.core.membership import has_rows, keep_marks, own_hook
 from hfusion.torch_private.autograd_engine import (
     AccumulateGrad,
     at_end_of_backward,
@@ -91,9 +90,9 @@ def exclude(output: Tensor, members: Tensor | None) -> None:
 
 
 def _zero_rows(grad: Tensor, candidates: Tensor) -> Tensor:
-    """Return which rows ``[B]`` of ``grad`` are zero; if ``candidates`` is all False, return it unread."""
+    """Return which rows ``[B]`` of ``candidates`` are zero in ``grad``, which is not read if there are none."""
     # A row that is not zero has a gradient from elsewhere, such as a penalty on the parameter.
-    return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if candidates.any() else candidates
+    return candidates & ~grad.detach().reshape(len(grad), -1).any(1).cpu() if candidates.any() else candidates
 
 
 _seen = threading.Event()
@@ -133,15 +132,15 @@ class _Pass:
             self.previous_grads.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
         self.reached[sink] = (self.reached.get(sink, 0) | members) & ~sink.excluded
 
-    def live(self, sinks: Iterable[_Sink]) -> int:
-        """Return the members, as a mask, for which at least one of ``sinks`` was reached."""
-        return functools.reduce(operator.or_, (self.reached.get(sink, 0) for sink in sinks), 0)
+    def missing(self, sinks: Iterable[_Sink], members: int) -> Tensor:
+        """Return for which members, bool ``[B]``, none of ``sinks`` was reached."""
+        live = functools.reduce(operator.or_, (self.reached.get(sink, 0) for sink in sinks), 0)
+        return torch.tensor([not live >> member & 1 for member in range(members)], device="cpu")
 
     def finish(self) -> None:
         """Mark rows that were never reached as absent in the gradients that the pass created or added to."""
         for leaf, (before, version) in self.previous_grads.items():
-            grad, live = leaf.grad, self.live(sink for sink in self.reached if leaf in sink.leaves)
-            missing = torch.tensor([not live >> member & 1 for member in range(len(leaf))], device="cpu")
+            grad, missing = leaf.grad, self.missing([s for s in self.reached if leaf in s.leaves], len(leaf))
             if not isinstance(leaf, nn.Parameter):
                 setattr(leaf, _MISSING, missing)
             if grad is None or (grad is before and grad._version == version) or grad.layout is not torch.strided:
@@ -149,7 +148,7 @@ class _Pass:
                 continue
             # A gradient that was there before stays, and so does one from elsewhere.
             earlier = missing if before is None else absent_rows(before)
-            absent = None if earlier is None else missing & earlier & _zero_rows(grad, missing)
+            absent = None if earlier is None else earlier & _zero_rows(grad, missing)
             mark_absent_until_next(leaf, absent)
 
 
@@ -254,13 +253,8 @@ class Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        live = _pass().live(ctx.sinks)
-        missing = [not live >> member & 1 for member in range(len(grad))]
-        if not any(missing):
-            return grad.unbind()
-        absent = _zero_rows(grad, torch.tensor(missing, device="cpu")).tolist()
-        rows = zip(grad.unbind(), missing, absent, strict=True)
-        return tuple(None if unused and zero else row for row, unused, zero in rows)
+        absent = _zero_rows(grad, _pass().missing(ctx.sinks, len(grad))).tolist()
+        return tuple(None if unused else row for row, unused in zip(grad.unbind(), absent, strict=True))
 
 
 _active = threading.local()
@@ -327,26 +321,26 @@ class RowParameter(nn.Parameter):
     @torch.no_grad()
     def grad(self, value: Tensor | None) -> None:
         stack, row = self._hfusion_row
+        whole = stack.grad
         if value is not None:
             # Torch checks the shape, dtype and device.
             _LEAF_GRAD.__set__(self, value)
             _LEAF_GRAD.__set__(self, None)
-        whole = stack.grad
-        if whole is None and value is None:
+        elif whole is None:
             return
         before = None if whole is None else absent_rows(whole)
         absent = torch.full((len(stack),), whole is None, device="cpu") if before is None else before.clone()
+        absent[row] = value is None
+        if absent.all():
+            stack.grad = None
+            return
         stack.grad = torch.zeros_like(stack) if whole is None else whole.to_dense()
         target = stack.grad.detach()[row]
-        absent[row] = value is None
         if value is None:
             target.zero_()
         elif value.data_ptr() != target.data_ptr():
             target.copy_(value.to_dense())
-        if absent.all():
-            stack.grad = None
-        else:
-            mark_absent_until_next(stack, absent)
+        mark_absent_until_next(stack, absent)
 
     @grad.deleter
     def grad(self) -> None:

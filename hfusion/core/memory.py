@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.core.parameter_attributes import keep_marks, user_class
+from hfusion.core.membership import keep_marks, user_class
 from hfusion.core.python_values import SCALARS
 from hfusion.torch_private.dispatch_modes import is_wrapped
 
@@ -73,9 +73,7 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 def overlap(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two plain tensors overlap in memory."""
-    if not (is_plain(tensor) and is_plain(other) and tensor.device == other.device):
-        return False
-    if not (tensor.numel() and other.numel()):
+    if tensor.device != other.device or not all(is_plain(one) and one.numel() for one in (tensor, other)):
         return False
     (first, end), (start, last) = _extent(tensor), _extent(other)
     if not (first < last and start < end):
@@ -91,8 +89,8 @@ def overlap(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+    _, start, end = _span(tensor)
+    return tensor.data_ptr(), tensor.data_ptr() + (end - start) * tensor.element_size()
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hfusion.core.event_log import first_line
 from hfusion.core.exclusive import tracing
 from hfusion.core.memory import same_bits
 from hfusion.torch_private.dispatch_modes import is_any_autocast_enabled
@@ -551,8 +552,7 @@ class Recordings(dict[Hashable, Recorded]):
         try:
             self[kind] = record()
         except Exception as error:
-            first, _, _ = str(error).strip().partition("\n")
-            self.why = f"{type(error).__name__}: {first[:300]}"
+            self.why = first_line(error)[:300]
             self.clear()
         return self.get(kind)
 

@@ -148,10 +148,3 @@ def _digest(name: str, content: bytes) -> bytes:
 def cache_file(kind: str, description: Mapping[str, str]) -> Path:
     """Return the path of the file for measurements on a machine of this description."""
     return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.rates"
-
-
-def number(value: object, least: float, most: float) -> float:
-    """Return ``value`` as a float. Raises ValueError if it is no number from ``least`` to ``most``."""
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
-        raise ValueError(f"{str(value)[:40]} is no number from {least:g} to {most:g}")
-    return float(value)  # type: ignore[arg-type]

@@ -20,8 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import any_absent, frozen_rows
-from hfusion.core.membership import Membership, has_rows, membership
-from hfusion.core.parameter_attributes import keep_marks
+from hfusion.core.membership import Membership, has_rows, keep_marks, membership
 from hfusion.optim.hyper import plain
 from hfusion.torch_private.module_hooks import count_global_step_hooks, has_step_hooks, spare_dynamo
 

@@ -31,7 +31,7 @@ from hfusion.core.fingerprint import read_state
 from hfusion.core.gradient_usage import absent_rows
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.core.member_random import MemberSeeds
-from hfusion.core.parameter_attributes import DifferingMark
+from hfusion.core.membership import DifferingMark
 from tests.alone import Branch, Member, Own, close, normal
 from tests.forwards.outside import READS
 from tests.forwards.table import Sevenfold, branch, linear, module, parameter
