@@ -15,7 +15,7 @@ import random
 import time
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -529,6 +529,8 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 # The most kinds that are recorded, since each recording keeps its memory.
 MAX_RECORDED = 4
+# Largest number of kinds of work that are counted.
+MAX_COUNTED = 64
 # How often tensors may move before recording is given up.
 MAX_MOVES = 3
 
@@ -536,24 +538,34 @@ Recorded = TypeVar("Recorded")
 
 
 class Recordings(dict[Hashable, Recorded]):
-    """Recordings by kind of work. ``why``: the reason why nothing more is recorded; empty if recording is enabled."""
+    """Recordings by kind of work, of which a few are made.
 
-    def __init__(self, why: str = "") -> None:
+    Attributes:
+        why: the reason why nothing more is recorded; empty if recording is enabled.
+    """
+
+    def __init__(self, record: Recorder | str, after: int) -> None:
+        """Create an empty dict. ``after``: work of a kind is recorded when it is done for that time."""
         super().__init__()
-        self.why = why
-        self._moves = 0
+        self.why = record if isinstance(record, str) else ""
+        self._after, self._counts, self._moves = after, Counter[Hashable](), 0
 
-    @property
-    def full(self) -> bool:
-        return len(self) == MAX_RECORDED
+    def find(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
+        """Count work of a kind. Return its recording, which ``record`` makes when it is time; None if there is none.
 
-    def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
-        """Keep the result of ``record``. If it raises, return None and give up recording."""
-        try:
-            self[kind] = record()
-        except Exception as error:
-            self.why = first_line(error)[:300]
-            self.clear()
+        If ``record`` raises, nothing is recorded from then on.
+        """
+        if kind in self or self.why or len(self) == MAX_RECORDED:
+            return self.get(kind)
+        if len(self._counts) == MAX_COUNTED:
+            self._counts.clear()
+        self._counts[kind] += 1
+        if self._counts[kind] >= self._after:
+            try:
+                self[kind] = record()
+            except Exception as error:
+                self.why = first_line(error)[:300]
+                self.clear()
         return self.get(kind)
 
     def forget(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from operator import attrgetter, is_, methodcaller
 from types import SimpleNamespace
@@ -355,8 +354,6 @@ class MasterStepper(Stepper):
 
 # How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
 STEADY = 3
-# Largest number of different sets of gradient addresses that are counted.
-MAX_ADDRESS_COUNTS = 64
 
 
 class RecordedUpdates:
@@ -364,9 +361,8 @@ class RecordedUpdates:
 
     def __init__(self, record: Recorder | str) -> None:
         self._record = record
-        self._address_counts = Counter[Hashable]()
         # Each replays recorded launches; beside it the objects that must stay alive for it.
-        self._recorded = Recordings[tuple[Callable[[], object], object]](record if isinstance(record, str) else "")
+        self._recorded = Recordings[tuple[Callable[[], object], object]](record, STEADY)
         self._unrecordable = ""
 
     @property
@@ -404,19 +400,12 @@ class RecordedUpdates:
         key = tuple(
             (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
         )
-        recorded = self._recorded.get(key)
-        if recorded is None:
-            if len(self._address_counts) == MAX_ADDRESS_COUNTS:
-                self._address_counts.clear()
-            self._address_counts[key] += 1
-            if self._address_counts[key] >= STEADY and not self._recorded.full:
-                # Recording does not run the launches; the replay does.
-                recorded = self._recorded.add(key, lambda: record(launch))
+        # Recording does not run the launches; the replay does.
+        recorded = self._recorded.find(key, lambda: record(launch))
         (launch if recorded is None else recorded[0])()
 
     def forget(self) -> None:
-        """Discard recordings and counts of addresses, which are no longer valid."""
-        self._address_counts.clear()
+        """Discard recordings, which are no longer valid."""
         self._recorded.forget()
 
 

@@ -18,7 +18,7 @@ from hfusion.device.cache import cache_folder
 from hfusion.device.team import torch_threads
 from hfusion.step import program_cache
 from hfusion.step.compile_request import BackgroundJob, error_text, write_request
-from hfusion.step.compiled_step import BlocksStep, StepBlocks, Unprofitable, compile_program
+from hfusion.step.compiled_step import BlocksStep, Unprofitable, block_sources, compile_program
 from hfusion.step.parallel_blocks import BlockPartition
 from hfusion.step.program_cache import BlockProgram, NoProgram
 from hfusion.step.step_graph import ProgramMismatch, StepCall, StepSource
@@ -93,25 +93,25 @@ class ProgramMaker:
         try:
             # Inductor generates code for the current number of threads.
             with torch_threads(variant.partition.inner) if variant.partition.threads > 1 else nullcontext():
-                blocks = StepBlocks.of(*variant.sources, call, variant.partition.size)
-                requests = [write_request(source, autocast) for source in blocks.sources]
-                on_cpu = all(tensor.is_cpu for tensor in blocks.sources[0].values)
+                sources, kinds, block = block_sources(*variant.sources, call, variant.partition.size)
+                requests = [write_request(source, autocast) for source in sources]
+                on_cpu = all(tensor.is_cpu for tensor in sources[0].values)
                 kept = on_cpu and program_cache.keeping() and None not in requests
                 here = not find_only and not (kept and self.compile is None)
-                pairs = list(zip(blocks.sources, requests, strict=True))
+                pairs = list(zip(sources, requests, strict=True))
                 programs = [self._program(source, request, kept=kept, here=here) for source, request in pairs]
             refused = next((program.why for program in programs if isinstance(program, NoProgram)), "")
             ready = [program for program in programs if isinstance(program, BlockProgram)]
-            if refused and blocks.loops:
-                # Some calls are many operators, such as a recurrent layer's.
+            if refused and block > 1 and sources[0].forward.looped_calls:
+                # A program of several members calls operators of single members, some of which are many operators, as
+                # a recurrent layer's.
                 variant.partition = replace(variant.partition, size=1)
                 self._make(variant, call, size, autocast, find_only=find_only)
             elif refused:
                 variant.why = refused
             elif len(ready) == len(programs):
                 params = [(held, name) for held, name in variant.tensor_refs if isinstance(held[name], nn.Parameter)]
-                tensors = blocks.sources[0].tensors
-                whole = BlocksStep(tuple(ready), blocks.kinds, blocks.size, tensors, tuple(params))
+                whole = BlocksStep(tuple(ready), tuple(kinds), block, sources[0].tensors, tuple(params))
                 variant.program = variant.partition.applied(whole)
                 variant.note = f"in one part: {variant.partition.why}" if variant.partition.why else ""
                 if self.compile is None and on_cpu:

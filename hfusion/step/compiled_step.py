@@ -62,7 +62,7 @@ class StepProgram(Protocol):
 class BlocksStep:
     """One program for every kind of block of ``size`` members, called once per block; block k runs ``kinds[k]``.
 
-    The last block may be smaller. Blocks of idle members are skipped: their losses are NaN, their gradients 0.
+    The last block may be smaller.
 
     Attributes:
         params: all parameters, including those without a gradient.
@@ -131,37 +131,28 @@ class BlocksStep:
         stacked = [*self.tensors.stacked, *call.stacked, *[True] * self.seeded]
         pairs = zip((*tensors, *batch), stacked, strict=True)
         columns = [t.detach().split(self.size) if s else (t,) * len(self.kinds) for t, s in pairs]
-        active = call.wants(self.blocks)
         stacks = [k for k, index in enumerate(self.trained) if stacked[index]]
         # Gradients that blocks overwrite completely need not be zeroed.
         grads = [
-            (torch.empty_like if stacked[index] and all(active) else torch.zeros_like)(
+            (torch.empty_like if stacked[index] else torch.zeros_like)(
                 tensors[index].detach(), memory_format=torch.contiguous_format
             )
             for index in self.trained
         ]
-        losses: list[Tensor | None] = []
 
-        def take(rows: range, block_losses: Tensor, *block_grads: Tensor) -> None:
-            losses.append(block_losses)
+        def run(rows: range, kind: int, inputs: Sequence[Tensor]) -> Tensor:
+            # The gradients of a block are freed before the next one runs.
+            block_losses, *block_grads = self.programs[kind].run(*inputs)
             if stacks:
                 mine = [grads[k][rows.start : rows.stop] for k in stacks]
                 torch._foreach_copy_(mine, [block_grads[k] for k in stacks])
             for k in set(range(len(grads))).difference(stacks):
                 grads[k] += block_grads[k]
+            return block_losses
 
         with torch.no_grad():
-            # The gradients of a block are freed before the next one runs.
-            for rows, kind, w, inputs in zip(self.blocks, self.kinds, active, zip(*columns, strict=True), strict=True):
-                if w:
-                    take(rows, *self.programs[kind].run(*inputs))
-                else:
-                    losses.append(None)
-        some = next(block_losses for block_losses in losses if block_losses is not None)
-        pairs_of_rows = zip(self.blocks, losses, strict=True)
-        return torch.cat(
-            [some.new_full((len(rows),), torch.nan) if x is None else x for rows, x in pairs_of_rows]
-        ), grads
+            losses = list(map(run, self.blocks, self.kinds, zip(*columns, strict=True)))
+        return torch.cat(losses), grads
 
 
 def clear(params: Sequence[Location]) -> None:
@@ -170,45 +161,33 @@ def clear(params: Sequence[Location]) -> None:
         holder[name].grad = None
 
 
-@dataclass(frozen=True, eq=False)
-class StepBlocks:
-    """The programs that a step takes: block k of ``size`` members runs the program of ``sources[kinds[k]]``."""
+def block_sources(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None
+) -> tuple[list[StepSource], list[int], int]:
+    """Divide a step into blocks of ``size`` members; None for all. Loops over many calls take one at a time.
 
-    sources: tuple[StepSource, ...]
-    kinds: tuple[int, ...]
-    size: int
-
-    @property
-    def loops(self) -> bool:
-        """True if a program of several members calls operators of single members."""
-        return self.size > 1 and self.sources[0].forward.looped_calls > 0
-
-    @staticmethod
-    def of(forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None) -> StepBlocks:
-        """Divide a step into blocks of ``size`` members; None for all. Loops over many calls take one at a time.
-
-        Raises Unprofitable if it should not be compiled.
-        """
-        if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
-            raise Unprofitable(
-                "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
-                "varies; give one length, padded, to have it compiled"
-            )
-        members = forward.compiled.program.members
-        if size is None or size >= members:
-            blocks = StepBlocks((StepSource.of(forward, loss, call),), (0,), members)
-        else:
-            if why := too_many_kinds(forward, loss, size):
-                raise Unprofitable(why)
-            ranges = blocks_of(members, size)
-            differing = [scalars_of(forward, loss, rows) for rows in ranges]
-            kinds = list(dict.fromkeys(differing))
-            firsts = [ranges[differing.index(kind)] for kind in kinds]
-            sources = tuple(StepSource.of(forward, loss, call, rows) for rows in firsts)
-            blocks = StepBlocks(sources, tuple(map(kinds.index, differing)), size)
-        if blocks.size > 1 and blocks.sources[0].forward.looped_calls > MAX_LOOPED_CALLS:
-            return StepBlocks.of(forward, loss, call, 1)
-        return blocks
+    Returns the sources of different programs, for each block the index of its source, and the members of a block.
+    Raises Unprofitable if it should not be compiled.
+    """
+    if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
+        raise Unprofitable(
+            "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
+            "varies; give one length, padded, to have it compiled"
+        )
+    members = forward.compiled.program.members
+    if size is None or size >= members:
+        sources, kinds, size = [StepSource.of(forward, loss, call)], [0], members
+    else:
+        if why := too_many_kinds(forward, loss, size):
+            raise Unprofitable(why)
+        ranges = blocks_of(members, size)
+        differing = [scalars_of(forward, loss, rows) for rows in ranges]
+        firsts = {kind: ranges[differing.index(kind)] for kind in differing}
+        sources = [StepSource.of(forward, loss, call, rows) for rows in firsts.values()]
+        kinds = list(map(list(firsts).index, differing))
+    if size > 1 and sources[0].forward.looped_calls > MAX_LOOPED_CALLS:
+        return block_sources(forward, loss, call, 1)
+    return sources, kinds, size
 
 
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:

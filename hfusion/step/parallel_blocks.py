@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import addressof
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from hfusion.compiler.compiled_program import BoundProgram
 from hfusion.core.layout import Layout
@@ -93,12 +93,13 @@ class _Fixed:
         losses: torch.dtype,
     ) -> None:
         self.members, self.idle = program.tensors.members, call.idle
-        active = call.wants(program.blocks)
-        blocks = [(rows, kind) for rows, kind, w in zip(program.blocks, program.kinds, active, strict=True) if w]
+        # Blocks of idle members are skipped, if there are others: their losses are NaN, their gradients 0.
+        pairs = list(zip(program.blocks, program.kinds, strict=True))
+        blocks = [pair for pair in pairs if not call.idle.issuperset(pair[0])] or pairs
         self.addresses = list(map(Tensor.data_ptr, tensors))
         # Detached, since grad mode is on by default in each thread.
         detached = [tensor.detach() for tensor in tensors]
-        allocate = torch.empty_like if all(active) else torch.zeros_like
+        allocate = torch.empty_like if blocks == pairs else torch.zeros_like
         self.grads = [allocate(detached[k], memory_format=torch.contiguous_format) for k in program.trained]
         self._written = {grad.untyped_storage().data_ptr() for grad in self.grads}
         handles = _Handles(detached)
@@ -305,15 +306,9 @@ def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
                 return f"all members share the trained {slot.name}, whose gradient is a sum over them"
             if shared and slot.name in source.compiled.written:
                 return f"all members share {slot.name}, which forward writes to"
-        if operator := next(drawing(source.compiled.graph), None):
-            return f"{operator} draws numbers for all members, one after the other"
+        for node in source.compiled.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                arguments = by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs)))
+                if is_random(node.target, arguments) and not seedable(node.target, arguments, node.meta.get("val")):
+                    return f"{node.target} draws numbers for all members, one after the other"
     return ""
-
-
-def drawing(graph: fx.Graph) -> Iterator[Any]:
-    """Yield the operators of a graph that draw random numbers from a generator that all members share."""
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            arguments = by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs)))
-            if is_random(node.target, arguments) and not seedable(node.target, arguments, node.meta.get("val")):
-                yield node.target

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hfusion.device.backend import MAX_RECORDED, Recordings, backend
+from hfusion.device.backend import Recorder, Recordings, backend
 from hfusion.step.compiled_step import BlocksStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled
-
-Work: TypeAlias = Callable[[], Tensor]
-Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
-"""Records the launches of a function, and returns a function that replays them, and the losses that replays write."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +33,11 @@ class RecordedStep:
     Calls that cannot be recorded run unrecorded. ``record``: the recorder, or the reason why nothing can be recorded.
     """
 
-    def __init__(self, program: BlocksStep, device: torch.device, record: Record | str) -> None:
-        self._program = program
-        self._device = device
-        self._record = record
-        self._recorded = Recordings[_RecordedBatch](record if isinstance(record, str) else _obstacle(program))
+    def __init__(self, program: BlocksStep, device: torch.device, record: Recorder | str) -> None:
+        self._program, self._device, self._record = program, device, record
+        # Some kernels must run before they can be recorded.
+        self._recorded = Recordings[_RecordedBatch](record, after=2)
         self._addresses: list[int] = []
-        # Kinds of batches that have run once: some kernels must run before they can be recorded.
-        self._warmed_up_kinds: set[Any] = set()
         # The device of the last batch, if it differs from that of the array; such calls are not recorded.
         self._batch_device: torch.device | None = None
 
@@ -75,12 +67,8 @@ class RecordedStep:
             self._recorded.forget()
             self._addresses = addresses
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
-        recording = self._recorded.get(kind)
-        if recording is None and kind in self._warmed_up_kinds and not (self._recorded.full or self._recorded.why):
-            recording = self._recorded.add(kind, lambda: self._recording(call, batch))
+        recording = self._recorded.find(kind, lambda: self._recording(call, batch))
         if recording is None:
-            if len(self._warmed_up_kinds) < MAX_RECORDED:
-                self._warmed_up_kinds.add(kind)
             return self._program.step(call)
         for static_input, new_input in zip(recording.batch, batch, strict=True):
             static_input.copy_(new_input, non_blocking=True)
@@ -102,19 +90,15 @@ class RecordedStep:
         return _RecordedBatch(copies, replay, losses, [holder[name].grad for holder, name in self._program.params])
 
 
-def _obstacle(program: BlocksStep) -> str:
-    """Return why a program cannot be recorded: an operator whose values the host must read. Empty if there is none."""
-    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    for operator in program.operators:
-        if tags.intersection(getattr(operator, "tags", ())):
-            return f"the host must read values of {operator}"
-    return ""
-
-
 def recorded(program: BlocksStep) -> StepProgram:
     """Return ``program`` itself on the host, else a `RecordedStep`, which records it or reports why it cannot."""
     devices = sorted({tensor.device for tensor in program.tensors.all()}, key=str)
-    if len(devices) > 1:
-        return RecordedStep(program, devices[0], f"its tensors lie on {' and '.join(map(str, devices))}")
     record = backend(devices[0]).recorder() if devices else ""
+    # Operators whose values the host must read.
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    reads = [operator for operator in program.operators if tags.intersection(getattr(operator, "tags", ()))]
+    if len(devices) > 1:
+        record = f"its tensors lie on {' and '.join(map(str, devices))}"
+    elif reads and not isinstance(record, str):
+        record = f"the host must read values of {reads[0]}"
     return RecordedStep(program, devices[0], record) if record else program

@@ -7,9 +7,9 @@ directly to Inductor, without Dynamo: the caller checks what Dynamo would guard.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +70,6 @@ class StepCall:
 
         return self.mapped(slice_leaf)
 
-    def wants(self, blocks: Sequence[range]) -> list[bool]:
-        """Return which blocks have members that are not idle; all blocks if none has."""
-        active = [not self.idle.issuperset(rows) for rows in blocks]
-        return active if any(active) else [True] * len(blocks)
-
     @property
     def stacked(self) -> list[bool]:
         """The tensors that have a row for every member."""
@@ -102,19 +97,19 @@ class StepGraph:
         module: takes the tensors of the array, then contiguous ones of inputs and target, then seeds. Returns the
             losses ``[B]`` and the gradients of the tensors ``trained``, contiguous and without shared memory.
         trained: indices of the array's tensors that get a gradient.
-        array_tensors, batch: fake tensors of the array, and of inputs and target.
+        tensors, batch: fake tensors of the array, and of inputs and target.
         seeds: one fake tensor, of an integer per member, if the step draws random numbers on a CPU; else empty.
     """
 
     module: fx.GraphModule
     trained: tuple[int, ...]
-    array_tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     batch: tuple[Tensor, ...]
     seeds: tuple[Tensor, ...] = ()
 
     @property
     def examples(self) -> tuple[Tensor, ...]:
-        return (*self.array_tensors, *self.batch, *self.seeds)
+        return (*self.tensors, *self.batch, *self.seeds)
 
     @property
     def operators(self) -> list[Any]:
@@ -241,7 +236,10 @@ def trace(source: StepSource) -> StepGraph:
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(inputs, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
-    with silence_tracers(), torch.enable_grad(), _attention(source.values), mode, enable_python_dispatcher():
+    # torch 2.11 misdescribes the tensor that the fused kernel of float64 attention on a CPU saves for backward.
+    wide = any(tensor.dtype is torch.float64 for tensor in source.values)
+    attention = sdpa_kernel(SDPBackend.MATH) if wide else nullcontext()
+    with silence_tracers(), torch.enable_grad(), attention, mode, enable_python_dispatcher():
         # Each was measured to be faster on a CPU; they are untested on other devices.
         decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if source.values[0].is_cpu else ({}, ())
         module = make_fx(step, decomposition_table=dict(decompositions))(*fake_tensors, *batch, *seeds)
@@ -254,21 +252,6 @@ def trace(source: StepSource) -> StepGraph:
 
 
 _REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
-
-
-def _attention(traced_tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Context manager: trace float64 attention as plain operators if torch misdescribes the CPU's fused kernel."""
-    wrong = any(tensor.dtype is torch.float64 for tensor in traced_tensors) and _misdescribed()
-    return sdpa_kernel(SDPBackend.MATH) if wrong else nullcontext()
-
-
-@cache
-def _misdescribed() -> bool:
-    """Return whether torch declares the tensor that the kernel saves for backward as float32, as 2.11 does."""
-    with FakeTensorMode():
-        x = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="cpu")
-        saved = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
-    return saved.dtype is not torch.float64
 
 
 class ProgramMismatch(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter, is_
 from statistics import median
 from typing import Any
@@ -18,7 +17,7 @@ from hfusion.core.membership import is_own_hook
 from hfusion.core.text import html_table, paragraph
 from hfusion.step.compile_request import BackgroundJob
 from hfusion.step.compiled_step import StepProgram
-from hfusion.step.parallel_blocks import BlockPartition, drawing
+from hfusion.step.parallel_blocks import BlockPartition
 from hfusion.step.program_cache import StepTimes
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
@@ -44,28 +43,6 @@ class CallReport:
 
     def __str__(self) -> str:
         return f"{self.call}: {self.how}" + (f": {self.why}" if self.why else "")
-
-
-@dataclass(frozen=True, eq=False)
-class GuardedTensors:
-    """Tensors with torch's guards of their dtypes, shapes and strides, five times as fast as checks in Python."""
-
-    tensors: list[Tensor]
-    unique_tensors: list[Tensor]
-    guards: TensorGuards
-
-    @staticmethod
-    def of(tensors: list[Tensor]) -> GuardedTensors:
-        unique = list({id(tensor): tensor for tensor in tensors}.values())
-        return GuardedTensors(tensors, unique, tensor_guards(unique))
-
-    def matches(self, tensors: list[Tensor]) -> bool:
-        """Return True only for the same, unchanged tensors without hooks. Another autocast may give False for these."""
-        return (
-            all(map(is_, tensors, self.tensors))
-            and self.guards.check(*self.unique_tensors)
-            and not any_hooks(self.unique_tensors)
-        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,7 +121,8 @@ class StepVariant:
         note: what the report tells of its program besides how it runs.
         by_choice: there is a program, but eager steps are faster.
         trial: the comparison of both that is going on.
-        guarded_tensors: the tensors at ``tensor_refs``, as they were at the last call.
+        checked: the tensors at ``tensor_refs`` that were found valid last, each of them once, and torch's guards of
+            these.
     """
 
     call: str
@@ -160,7 +138,7 @@ class StepVariant:
     seconds: float = 0.0
     note: str = ""
     trial: Trial | None = None
-    guarded_tensors: GuardedTensors | None = None
+    checked: tuple[list[Tensor], list[Tensor], TensorGuards] | None = None
 
     def decide(self, times: StepTimes) -> None:
         """Use the program unless eager steps are faster."""
@@ -182,18 +160,18 @@ class StepVariant:
         most: int | None = self.situation[-1][1]
         return most
 
-    @cached_property
-    def draws_together(self) -> bool:
-        """True if members draw from one generator in turn, so that all of them must be computed."""
-        return any(next(drawing(source.compiled.graph), None) for source in self.sources or ())
-
     def is_valid(self) -> bool:
+        """Return whether the tensors have the traits that its program assumes."""
         tensors = [holder[name] for holder, name in self.tensor_refs]
-        if self.guarded_tensors is not None and self.guarded_tensors.matches(tensors):
-            return True
+        if self.checked is not None:
+            # Five times as fast as checks in Python. Under another autocast, guards may fail for unchanged tensors.
+            before, unique, guards = self.checked
+            if all(map(is_, tensors, before)) and guards.check(*unique) and not any_hooks(unique):
+                return True
         if traits_of(self.tensor_refs) != self.traits:
             return False
-        self.guarded_tensors = GuardedTensors.of(tensors)
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
+        self.checked = tensors, unique, tensor_guards(unique)
         return True
 
     def takes_order(self, call: StepCall) -> bool:
@@ -203,7 +181,7 @@ class StepVariant:
 
     def release(self) -> None:
         """Hold no tensors until the next step."""
-        self.guarded_tensors = None
+        self.checked = None
         if isinstance(self.program, RecordedStep):
             self.program.release()
 

@@ -36,7 +36,6 @@ from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.step_signatures import (
     CallReport,
-    GuardedTensors,
     StepReport,
     StepVariant,
     family,
@@ -112,7 +111,7 @@ class TrainStep:
         self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
         # The tensors of the latest compiled step, for which `_check_trained` has passed.
-        self._checked_tensors: GuardedTensors | None = None
+        self._trained_tensors: Any = None
         self._maker = ProgramMaker(compile, parts)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
@@ -184,10 +183,10 @@ class TrainStep:
         """
         assert variant.program is not None
         assert variant.sources is not None
-        if variant.guarded_tensors is None or variant.guarded_tensors is not self._checked_tensors:
+        if variant.checked is None or variant.checked is not self._trained_tensors:
             self._check_trained()
-            self._checked_tensors = variant.guarded_tensors
-        if self.idle and not variant.draws_together:
+            self._trained_tensors = variant.checked
+        if self.idle:
             call = replace(call, idle=self.idle)
         if RECHECKED:
             self._fused.check_due(variant.sources[0].compiled, call.inputs)
