@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -149,9 +149,6 @@ class FusedOptimizer(Formula, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = self._work()
-        # Members for which a parameter that has a gradient was not used, and so would have none alone.
-        absent = [(p, absent_rows(p.grad)) for p in self._params() if p.grad is not None] if any_absent() else []
-        skipped: SkippedRows = {p: rows.reshape(-1) for p, rows in absent if rows is not None} if absent else {}
         resting = self._held
         # A torch.amp.GradScaler has these for the time of a step.
         if (found_inf := getattr(self, "found_inf", None)) is not None:
@@ -169,15 +166,37 @@ class FusedOptimizer(Formula, Optimizer):
                     )
                 resting = overflown if resting is None else resting | overflown
             work = self._work()
-        if resting is not None:
-            for param in [param for param in self._params() if param.grad is not None]:
-                # What members share is skipped if all of them rest.
-                unstepped = resting if membership_of(param).stacked else resting.all().reshape(1)
-                skipped[param] = skipped[param] | unstepped if param in skipped else unstepped
-        with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
+        with torch.no_grad():
+            saved = self._rows_that_stay(resting) if resting is not None or any_absent() else ()
             if self._recording is not None:
                 self._recording.step(work)
+            for stack, rows, values in saved:
+                stack[rows] = values
         return loss
+
+    def _rows_that_stay(self, resting: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return each stack of parameters and state with the rows that a step leaves as they are, and their values.
+
+        They are the rows of members that are ``resting``, and of a parameter those of members that did not use it, and
+        so would have no gradient alone.
+        """
+        saved, on = [], cache(lambda places, device: sent(torch.tensor(places, device="cpu"), device))
+        for param in self._params():
+            if param.grad is None:
+                continue
+            mark, absent = membership_of(param), absent_rows(param.grad)
+            staying = torch.zeros(len(member_rows(param, mark)), dtype=torch.bool, device="cpu")
+            if absent is not None:
+                staying |= absent.reshape(-1)
+            if resting is not None:
+                # What members share stays if all of them rest.
+                staying |= resting if mark.stacked else resting.all()
+            places = tuple(staying.nonzero().reshape(-1).tolist())
+            # If no member stays, nothing is copied.
+            for tensor in (param.detach(), *self.state.get(param, {}).values()) if places else ():
+                stack, rows = member_rows(tensor, mark), on(places, tensor.device)
+                saved.append((stack, rows, stack[rows]))
+        return saved
 
     def _work(self) -> Work:
         """Return the groups of this step with their gradients. Everything that may fail is done before any update."""
@@ -654,27 +673,3 @@ def _explicit_keys(optimizers: Sequence[Optimizer], index: int) -> frozenset[str
 def _observed(optimizer: Optimizer) -> bool:
     """Return whether a profiler or a hook observes the steps of ``optimizer``."""
     return is_profiling() or coupling.has_hooks(optimizer)
-
-
-# Members that do not take a step: their rows of parameters, state and step counts stay as they are.
-
-SkippedRows = dict[Tensor, Tensor]
-"""For each parameter the members that do not step: bool ``[B]``, or ``[1]`` for a parameter that all members share."""
-
-
-@contextmanager
-def restore_skipped(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Iterator[None]:
-    """Context manager: restore the ``skipped`` rows of parameters and ``state`` after the step inside."""
-    saved = []
-    device_rows: dict[tuple[int, torch.device], Tensor] = {}
-    for param, members in skipped.items():
-        rows = members.nonzero().reshape(-1)
-        # If no member is skipped, nothing is copied.
-        for tensor in (param.detach(), *state.get(param, {}).values()) if len(rows) else ():
-            stack, key = member_rows(tensor, membership_of(param)), (id(members), tensor.device)
-            if key not in device_rows:
-                device_rows[key] = sent(rows, tensor.device)
-            saved.append((stack, device_rows[key], stack[device_rows[key]]))
-    yield
-    for stack, rows, values in saved:
-        stack[rows] = values

@@ -225,7 +225,7 @@ def main(content: bytes, folder: str) -> NoReturn:
         for request in json.loads(content):
             with read_request(request) as source:
                 result = compile_program(source)
-            if not program_cache.keep(request, result, Path(folder)):
+            if not program_cache.keep(request, result, folder=Path(folder)):
                 why = "what inductor made of it cannot be handed over"
     except Exception as error:
         why = error_text(error)

@@ -6,6 +6,7 @@ so the comparison is kept in the user's cache folder and is final for later proc
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from hfusion.step import program_cache
 from hfusion.step.compile_request import BackgroundJob, error_text, write_request
 from hfusion.step.compiled_step import BlocksStep, Unprofitable, block_sources, compile_program
 from hfusion.step.parallel_blocks import BlockPartition
-from hfusion.step.program_cache import BlockProgram, NoProgram
+from hfusion.step.program_cache import BlockProgram, NoProgram, Result, StepTimes
 from hfusion.step.step_graph import ProgramMismatch, StepCall, StepSource
 from hfusion.step.step_signatures import StepVariant, Trial
 from hfusion.torch_private.inductor import CannotPartition
@@ -43,7 +44,7 @@ class ProgramMaker:
         # How many programs were compiled for this step.
         self.count = 0
         # The programs of this step by their requests, for arrays with other numbers of members, too.
-        self._programs: dict[str, BlockProgram | NoProgram] = {}
+        self._programs: dict[str, Result] = {}
 
     def prepare(self, variant: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
         """Advance ``variant`` before a step: find, request, compile or take its program, or note why there is none.
@@ -77,7 +78,7 @@ class ProgramMaker:
         if times is not None:
             variant.decide(times)
             if trial.key is not None:
-                program_cache.keep_times(trial.key, times)
+                program_cache.keep(trial.key, times, program_cache.TIMES)
 
     def _make(self, variant: StepVariant, call: StepCall, size: int | None, autocast: Any, *, find_only: bool) -> None:
         """Find or compile the program of ``variant``, or let another process compile it.
@@ -116,12 +117,12 @@ class ProgramMaker:
                 variant.note = f"in one part: {variant.partition.why}" if variant.partition.why else ""
                 if self.compile is None and on_cpu:
                     # Times that were kept decide whether the program is used, else a trial does.
-                    key = [*requests, variant.partition.threads] if kept else None
-                    times = None if key is None else program_cache.find_times(key)
-                    if times is None:
-                        variant.trial = Trial(key)
-                    else:
+                    key = json.dumps([*requests, variant.partition.threads]) if kept else None
+                    times = None if key is None else program_cache.find(key, program_cache.TIMES)
+                    if isinstance(times, StepTimes):
                         variant.decide(times)
+                    else:
+                        variant.trial = Trial(key)
             elif not find_only:
                 missing = [r for (_, r), program in zip(pairs, programs, strict=True) if r and program is None]
                 self.count += len(missing)
@@ -137,9 +138,7 @@ class ProgramMaker:
             # Only tracing and compiling can fail here: errors of the user's code were raised as the call ran eagerly.
             variant.why = f"compilation failed: {error_text(error)}"
 
-    def _program(
-        self, source: StepSource, request: str | None, *, kept: bool, here: bool
-    ) -> BlockProgram | NoProgram | None:
+    def _program(self, source: StepSource, request: str | None, *, kept: bool, here: bool) -> Result | None:
         """Return the program of ``source``; None if there is none yet, and it is not to be compiled ``here``.
 
         ``kept``: whether programs are kept on disk.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class EagerStep:
         """
         members = len(self._fused)
         seeds = seeds and all(param.is_cpu for param in self._fused.parameters())
-        draws = partial(new_seeds, members) if seeds else None
+        # Blocks draw from the seeds of the same step, made at the first draw.
+        draws = cache(partial(new_seeds, members)) if seeds else None
         if size is not None and size < members:
             return self._run_blocks(args, kwargs, target, size, draws)
         with torch.enable_grad():
@@ -68,22 +69,15 @@ class EagerStep:
         size: int,
         draws: Callable[[], Tensor] | None,
     ) -> tuple[Tensor, Any]:
-        fused = self._fused
-        seeds: list[Tensor] = []
-
-        def seeds_of(rows: range) -> Tensor:
-            if not seeds and draws is not None:
-                seeds.append(draws())
-            return seeds[0][rows.start : rows.stop]
-
-        losses, outputs = list[Tensor](), None
+        fused, losses, outputs = self._fused, list[Tensor](), None
         for rows in blocks_of(len(fused), size):
             block = self._block(rows, size)
             block_args, block_kwargs, block_target = (
                 take_entries(value, rows) for value in (tuple(args), kwargs, target)
             )
+            own_draws = None if draws is None else lambda rows=rows: draws()[rows.start : rows.stop]
             with torch.enable_grad():
-                with nullcontext() if draws is None else seeded(partial(seeds_of, rows)):
+                with nullcontext() if own_draws is None else seeded(own_draws):
                     value = self._loss(block_outputs := block.array(*block_args, **block_kwargs), block_target)
                 check_losses(value, len(rows))
                 block.check_modes()

@@ -61,20 +61,13 @@ class _StepFields(ctypes.Structure):
     )
 
 
-class _Handles:
-    """Handles of tensors for C++ code, until they are released."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._capsules = handles_of(tensors)
-        self.addresses: list[int] = [_pointer(capsule, None) for capsule in self._capsules]
-
-    def release(self) -> None:
-        tensors_of(self._capsules)
-        self._capsules = []
-
-
 _pointer: Callable[[Any, None], int] = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], _POINTER  # type: ignore[attr-defined]
+
+
+def _pointers(handles: Sequence[Any]) -> list[int]:
+    """Return the addresses of handles of tensors for C++ code, which are valid until `tensors_of` releases them."""
+    return [_pointer(handle, None) for handle in handles]
 
 
 class _Fixed:
@@ -102,11 +95,11 @@ class _Fixed:
         allocate = torch.empty_like if blocks == pairs else torch.zeros_like
         self.grads = [allocate(detached[k], memory_format=torch.contiguous_format) for k in program.trained]
         self._written = {grad.untyped_storage().data_ptr() for grad in self.grads}
-        handles = _Handles(detached)
-        finalize(self, handles.release).atexit = False
+        handles = handles_of(detached)
+        finalize(self, tensors_of, handles).atexit = False
         stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
         self.batch = slice(len(detached), len(stacked))
-        self.inputs = _array([*handles.addresses, *[0] * (len(stacked) - len(detached))])
+        self.inputs = _array([*_pointers(handles), *[0] * (len(stacked) - len(detached))])
         self.outputs = _array([0, *map(Tensor.data_ptr, self.grads)])
         self._bytes = _array([losses.itemsize, *(grad.nbytes // self.members for grad in self.grads)])
         self._stacked = bytes(stacked)
@@ -185,8 +178,8 @@ class ParallelBlocksStep:
         losses = torch.full((fixed.members,), torch.nan, dtype=dtype, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
         batch = [fixed.apart(tensor) for tensor in call.batch()]
-        handles = _Handles([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])
-        fixed.inputs[fixed.batch] = handles.addresses
+        handles = handles_of([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])
+        fixed.inputs[fixed.batch] = _pointers(handles)
         try:
             # Grad mode is off in the threads of the team, and must be off in this one, which may be among them.
             with torch.no_grad():
@@ -196,7 +189,7 @@ class ParallelBlocksStep:
             last = block.start + block.rows - 1
             raise RuntimeError(f"the step of members {block.start} to {last} failed: {error}") from None
         finally:
-            handles.release()
+            tensors_of(handles)
         for index, grad in zip(self._program.trained, fixed.grads, strict=True):
             tensors[index].grad = grad
         return losses

@@ -16,12 +16,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +34,8 @@ from hfusion.torch_private.inductor import NativeEntry, load_function
 # The most bytes in the cache; the oldest programs are deleted first.
 MAX_FOLDER = 1 << 30
 _PREFIX = "step-"
+TIMES = "-eager"
+"""Ends the names of files with the times of a step, from which later processes decide as this one did."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,18 +84,21 @@ class StepTimes:
         return f"measured: compiled {1e3 * self.compiled:.3g} ms, eager {1e3 * self.eager:.3g} ms"
 
 
+Result: TypeAlias = BlockProgram | NoProgram | StepTimes
+
+
 def keeping() -> bool:
     """Return whether programs are cached on disk."""
     enabled = os.environ.get("HFUSION_PROGRAMS") != "0"
     return enabled and os.environ.get("HFUSION_STAGES") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
-def find(request: str) -> BlockProgram | NoProgram | None:
+def find(request: str, suffix: str = "") -> Result | None:
     """Return the cached result of a `hfusion.step.compile_request.write_request`.
 
-    None if there is none, or, with a UserWarning, if it is unusable.
+    None if there is none, or, with a UserWarning, if it is unusable. ``suffix``: `TIMES` for the times of a step.
     """
-    path = _path("", request)
+    path = _path(request, suffix)
     try:
         return _read(json.loads(read_sealed(path)), path)
     except FileNotFoundError:
@@ -105,11 +109,11 @@ def find(request: str) -> BlockProgram | NoProgram | None:
         return None
 
 
-def keep(request: str, result: BlockProgram | NoProgram, folder: Path | None = None) -> bool:
+def keep(request: str, result: Result, suffix: str = "", folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
-    path = _path("", request, folder=folder)
+    path = _path(request, suffix, folder)
     try:
-        description = {"refused": result.why} if isinstance(result, NoProgram) else _write(result, path)
+        description = _write(result, path) if isinstance(result, BlockProgram) else asdict(result)
         if description is None:
             return False
         write_sealed(path, json.dumps(description).encode())
@@ -124,23 +128,9 @@ def keep(request: str, result: BlockProgram | NoProgram, folder: Path | None = N
     return True
 
 
-def find_times(key: Sequence[Any]) -> StepTimes | None:
-    """Return the kept times of a step, so that later processes decide as this one did; None if there are none."""
-    try:
-        return StepTimes(**json.loads(read_sealed(_path("-eager", *key))))
-    except OSError:
-        return None
-
-
-def keep_times(key: Sequence[Any], times: StepTimes) -> None:
-    """Keep the times of a step for later processes, if the cache can be written."""
-    with suppress(OSError):
-        write_sealed(_path("-eager", *key), json.dumps(asdict(times)).encode())
-
-
-def _path(suffix: str, *key: Any, folder: Path | None = None) -> Path:
-    """Return the path of the file for ``key`` in the present environment."""
-    description = json.dumps([circumstances(), *key], sort_keys=True)
+def _path(request: str, suffix: str, folder: Path | None = None) -> Path:
+    """Return the path of the file for ``request`` in the present environment."""
+    description = json.dumps([circumstances(), request], sort_keys=True)
     digest = hashlib.sha256(description.encode()).hexdigest()[:32]
     return (folder or cache_folder()) / f"{_PREFIX}{digest}{suffix}.json"
 
@@ -166,9 +156,11 @@ def _write(program: BlockProgram, path: Path) -> dict[str, Any] | None:
     }
 
 
-def _read(row: Mapping[str, Any], path: Path) -> BlockProgram | NoProgram:
-    if "refused" in row:
-        return NoProgram(str(row["refused"]))
+def _read(row: Mapping[str, Any], path: Path) -> Result:
+    if "why" in row:
+        return NoProgram(str(row["why"]))
+    if "eager" in row:
+        return StepTimes(**row)
     trained, operators, seeded = tuple(row["trained"]), tuple(row["operators"]), row["seeded"]
     assumed = Assumptions.read(row["sizes"], row["code"])
     content = read_sealed(path.with_suffix(".so"))

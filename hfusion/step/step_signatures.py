@@ -82,7 +82,7 @@ class Trial:
         rows: seconds of steps in a row, of eager and of compiled steps in turn.
     """
 
-    key: Sequence[Any] | None
+    key: str | None
     rows: list[list[float]] = field(default_factory=lambda: [[]])
 
     @property
