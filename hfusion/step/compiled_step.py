@@ -274,7 +274,7 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
             by_operator, generator = ByOperator(graph.module).run, torch.Generator().manual_seed(0)
 
             def nearby() -> list[Tensor]:
-                return _results(by_operator, shaken(fresh(), generator), shaken(batch, generator))
+                return _results(by_operator, *([shaken(t, generator) for t in tensors] for tensors in (fresh(), batch)))
 
             problem = disagreement(graph, results, _results(by_operator, fresh(), batch), nearby)
             if problem:
@@ -342,43 +342,37 @@ def disagreement(
         nearby: returns the graph's results for freshly perturbed inputs at each call.
     """
     rounding = max(_rounding(node.meta.get("val")) for node in graph.module.graph.nodes)
-    largest = max((norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
-    least = max(largest, 1.0) * rounding ** (2 / 3)
-    distances = [_apart(result, other) for result, other in zip(actual, expected, strict=True)]
-    norms = list(map(norm, expected))
-    suspects = [k for k, size in enumerate(norms) if not distances[k] <= max(size * rounding ** (1 / 3), least)]
-    if not suspects:
+    limit, gradients = rounding ** (1 / 3), expected[1 : 1 + len(graph.trained)]
+    least = limit * max(1.0, *map(norm, gradients))
+
+    def gaps(results: Sequence[Tensor]) -> list[float]:
+        """Return relative differences; 0 where the graph's own result is not finite."""
+        pairs = zip(results, expected, strict=True)
+        return [
+            distance(a, b) / max(norm(b), least) if a is not b and bool(torch.isfinite(b).all()) else 0.0
+            for a, b in pairs
+        ]
+
+    found = gaps(actual)
+    if all(gap <= limit for gap in found):
         return ""
-    moved = dict.fromkeys(suspects, 0.0)
-    for _ in range(_NEARBY):
-        other = nearby()
-        moved = {k: max(most, _apart(other[k], expected[k])) for k, most in moved.items()}
     names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
     names += [f"tensor {k} after it" for k in range(len(actual) - len(names))]
-    for k, most in moved.items():
-        if not distances[k] <= _AS_MUCH * most:
-            kind = describe_value(expected[k], None, 0)
-            return f"{names[k]}, {kind} of norm {norms[k]:.3g}, differs by {distances[k]:.3g}"
+    moved = map(max, zip(*(gaps(nearby()) for _ in range(_NEARBY)), strict=True))
+    for name, gap, most, result, reference in zip(names, found, moved, actual, expected, strict=True):
+        if not gap <= max(limit, _AS_MUCH * most):
+            kind = describe_value(reference, None, 0)
+            return f"{name}, {kind} of norm {norm(reference):.3g}, differs by {distance(result, reference):.3g}"
     return ""
 
 
-def shaken(tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Return ``tensors`` with each number changed randomly by a few eps of its dtype; zeros stay zeros."""
-    return [_shaken(tensor.detach(), _rounding(tensor) ** _OFF, generator) for tensor in tensors]
-
-
-def _shaken(tensor: Tensor, most: float, generator: torch.Generator) -> Tensor:
-    if not most:
+def shaken(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return ``tensor`` with each number changed randomly by a few eps of its dtype; zeros stay zeros."""
+    if not (most := _rounding(tensor) ** _OFF):
         return tensor
     noise = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator, device="cpu") - 1
-    return (tensor.cpu() * (1 + most * noise)).to(tensor.device, tensor.dtype)
-
-
-def _apart(tensor: Tensor, reference: Tensor) -> float:
-    """Return the norm of the difference; 0 if the tensors are empty or ``reference`` is not finite."""
-    if tensor is reference or not (tensor.numel() and torch.isfinite(reference).all()):
-        return 0.0
-    return distance(tensor, reference)
+    changed: Tensor = tensor.detach().cpu() * (1 + most * noise)
+    return changed.to(tensor.device, tensor.dtype)
 
 
 def _rounding(value: object) -> float:

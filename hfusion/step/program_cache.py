@@ -112,15 +112,23 @@ def find(request: str, suffix: str = "") -> Result | None:
 def keep(request: str, result: Result, suffix: str = "", folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
     path = _path(request, suffix, folder)
+    folder = path.parent
     try:
         description = _write(result, path) if isinstance(result, BlockProgram) else asdict(result)
         if description is None:
             return False
         write_sealed(path, json.dumps(description).encode())
-        _make_room(path.parent)
+        # The oldest are deleted first.
+        files = sorted(((file.stat(), file) for file in folder.glob(f"{_PREFIX}*")), key=lambda pair: pair[0].st_mtime)
+        size = sum(status.st_size for status, _ in files)
+        for status, file in files:
+            if size <= MAX_FOLDER:
+                break
+            file.unlink(missing_ok=True)
+            size -= status.st_size
     except OSError as error:
         warnings.warn(
-            f"cannot keep compiled steps in {path.parent}: {error.strerror}; every process compiles them anew, unless "
+            f"cannot keep compiled steps in {folder}: {error.strerror}; every process compiles them anew, unless "
             "XDG_CACHE_HOME names a folder that can be written",
             stacklevel=2,
         )
@@ -129,8 +137,13 @@ def keep(request: str, result: Result, suffix: str = "", folder: Path | None = N
 
 
 def _path(request: str, suffix: str, folder: Path | None = None) -> Path:
-    """Return the path of the file for ``request`` in the present environment."""
-    description = json.dumps([circumstances(), request], sort_keys=True)
+    """Return the path of the file for ``request`` in the present environment, all that a program depends on besides."""
+    prefixes = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
+    # Ignored: where torch keeps its files and what it prints do not affect programs.
+    ignored = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
+    variables = {n: v for n, v in os.environ.items() if n.startswith(prefixes) and n not in ignored}
+    versions = [torch.__version__, torch.version.git_version, sys.version, processor(), _own_code()]
+    description = json.dumps([versions, variables, request], sort_keys=True)
     digest = hashlib.sha256(description.encode()).hexdigest()[:32]
     return (folder or cache_folder()) / f"{_PREFIX}{digest}{suffix}.json"
 
@@ -170,28 +183,6 @@ def _read(row: Mapping[str, Any], path: Path) -> Result:
     module = path.with_suffix(EXTENSION_SUFFIXES[-1])
     run = NativeEntry(content, row["takes"], load_copy(content, module, load_function))
     return BlockProgram(run, trained, operators, assumed, seeded)
-
-
-def _make_room(folder: Path) -> None:
-    """Delete the oldest files until at most `MAX_FOLDER` bytes remain."""
-    files = sorted(((file.stat(), file) for file in folder.glob(f"{_PREFIX}*")), key=lambda pair: pair[0].st_mtime)
-    size = sum(status.st_size for status, _ in files)
-    for status, file in files:
-        if size <= MAX_FOLDER:
-            break
-        file.unlink(missing_ok=True)
-        size -= status.st_size
-
-
-def circumstances() -> dict[str, Any]:
-    """Return the properties of the environment that a program depends on, besides its request."""
-    prefixes = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
-    # Ignored: where torch keeps its files and what it prints do not affect programs.
-    ignored = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
-    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes) and n not in ignored}
-    torch_version = f"{torch.__version__} {torch.version.git_version}"
-    versions = {"torch": torch_version, "python": sys.version, "processor": processor(), "hfusion": _own_code()}
-    return {**versions, "variables": variables}
 
 
 @cache

@@ -155,12 +155,10 @@ class Tensors:
     def of_rows(self, rows: range) -> list[Tensor]:
         """Return the tensors of the members ``rows``: detached rows of stacked tensors, and whole shared tensors."""
         pairs = zip(self.all(), self.stacked, strict=True)
-        return [block(tensor, rows) if stacked else tensor for tensor, stacked in pairs]
-
-
-def block(tensor: Tensor, rows: range) -> Tensor:
-    """Return ``rows`` of a stack as a detached view with the same ``requires_grad``."""
-    return tensor.detach()[rows.start : rows.stop].requires_grad_(tensor.requires_grad)
+        return [
+            tensor.detach()[rows.start : rows.stop].requires_grad_(tensor.requires_grad) if stacked else tensor
+            for tensor, stacked in pairs
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,13 +182,9 @@ class StepSource:
         tensors = Tensors.of(forward, loss)
         if rows is None:
             return StepSource(forward, loss, call, tensors, tensors.all())
-        its_forward, its_loss = (bound_rows(source, rows) for source in (forward, loss))
+        # Lowered for these members only, and still bound to the tensors of the whole array.
+        its_forward, its_loss = (replace(bound, compiled=of_rows(bound.compiled, rows)) for bound in (forward, loss))
         return StepSource(its_forward, its_loss, call.of_rows(rows), tensors, tensors.of_rows(rows))
-
-
-def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
-    """Return the program lowered for the members ``rows`` only, still bound to the tensors of the whole array."""
-    return replace(source, compiled=of_rows(source.compiled, rows))
 
 
 def trace(source: StepSource) -> StepGraph:

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from hfusion.array.module import FusedModule
 from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.membership import is_own_hook
 from hfusion.core.text import html_table, paragraph
@@ -185,13 +184,10 @@ class StepVariant:
         if isinstance(self.program, RecordedStep):
             self.program.release()
 
-    def like(self, other: StepVariant) -> bool:
-        """Return whether a program of this variant may serve ``other``, except for the number of samples."""
-        if self.sources is None or other.sources is None:
-            return False
-        pairs = zip(self.sources, other.sources, strict=True)
-        same_programs = all(a.compiled is b.compiled for a, b in pairs)
-        return same_programs and self.situation == other.situation and bool(self.traits == other.traits)
+    @property
+    def kind(self) -> Any:
+        """What its program depends on, except for the number of samples."""
+        return self.situation, self.traits, self.why, [id(source.compiled) for source in self.sources or ()]
 
     def row(self) -> CallReport:
         if self.program is not None:
@@ -202,11 +198,7 @@ class StepVariant:
 
 # The variants of each array, which all of its steps with an equal loss share. Variants whose loss holds tensors are
 # left out, since the tensors belong to one step.
-_shared_variants: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
-
-
-def shared_variants(fused: FusedModule) -> dict[Any, list[StepVariant]]:
-    return _shared_variants.setdefault(fused, {})
+shared_variants: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
 
 
 def family(call: StepCall, situation: Any) -> Any:

@@ -99,8 +99,6 @@ class TrainStep:
         self.expected_calls: set[str] = set()
         # A key per member that determines its random numbers; None: its row and the number of members do.
         self.keys: Tensor | None = None
-        # Gradients are divided by it, where those of so many steps are accumulated.
-        self.divisor = 1
         # Members that need not be computed: their losses may be NaN and their gradients 0.
         self.idle: frozenset[int] = frozenset()
         # Members that one call of a compiled program computes; None for all.
@@ -199,7 +197,7 @@ class TrainStep:
                 buffer.copy_(value)
             return self._eager(prepared)[0]
         with helped_by(variant.program.team):
-            self._update(losses)
+            self.update(losses)
         return losses
 
     def release(self) -> None:
@@ -287,15 +285,8 @@ class TrainStep:
         # It started without gradients, so only parameters of the array can have one now.
         if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
             self._check_trained()
-        self._update(losses)
-        return losses, outputs
-
-    def _update(self, losses: Tensor) -> None:
-        if self.divisor > 1:
-            for param in self._fused.parameters():
-                if param.grad is not None:
-                    param.grad /= self.divisor
         self.update(losses)
+        return losses, outputs
 
     def _check_trained(self) -> None:
         """Raise FusionError if the optimizer has none of the array's parameters: steps would train nothing.
@@ -324,7 +315,8 @@ class TrainStep:
             return cached
         kind = family(call, situation)
         variants = self._variants.setdefault(kind, [])
-        variants += [variant for variant in shared_variants(self._fused).get(kind, ()) if variant not in variants]
+        shared = shared_variants.get(self._fused, {}).get(kind, ())
+        variants += [variant for variant in shared if variant not in variants]
         fitting = [v for v in reversed(variants) if v.is_valid() and v.takes_order(call) and self._serves(v, call)]
         # Variants with a program come first, then later ones, which are more general.
         chosen = min(fitting, key=lambda variant: variant.program is None, default=None)
@@ -342,45 +334,43 @@ class TrainStep:
 
     def _note(self, prepared: PreparedStep, call: StepCall, outputs: Any) -> None:
         """After an eager step, store the variant by which later calls of its kind run."""
-        target, situation = prepared.target, prepared.situation
+        target, situation, fused = prepared.target, prepared.situation, self._fused
         if prepared.block is not None:
             self._loss.prepare(outputs, target)
-        variant = self._create_variant(situation, call, self._loss.find_program(outputs, target))
-        variants = self._variants.setdefault(family(call, situation), [])
-        if not any(other.program is None and other.why == variant.why and other.like(variant) for other in variants):
-            variants.append(variant)
-            if variant.sources is not None and not variant.sources[1].locations:
-                shared_variants(self._fused).setdefault(family(call, situation), []).append(variant)
-        if variant.why:
-            self._cached_variants[call.inputs.key, call.target.key, situation] = variant
-
-    def _create_variant(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
-        """Return the variant for the next call of this kind, after an eager one; ``loss``: how its loss ran."""
-        modules = list(self._fused.modules())
+        modules = list(fused.modules())
         refs: list[Location] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
-        forward = self._fused.find(call.inputs)
-        if forward is None or isinstance(loss, str):
-            looped = f"the loss runs in a loop over members: {loss}"
-            why = looped if forward is not None else self._fused.why_no_program(call.inputs)
-            return self._refused(StepVariant(call.text, situation, refs, traits_of(refs), why=why))
-        sources = BoundProgram.of(forward, self._fused), loss
-        refs += [ref for source in sources for ref in source.locations]
-        why = obstacle_to_program(sources, refs, call)
+        forward, loss = fused.find(call.inputs), self._loss.find_program(outputs, target)
+        sources, why = None, ""
+        if forward is None:
+            why = fused.why_no_program(call.inputs)
+        elif isinstance(loss, str):
+            why = f"the loss runs in a loop over members: {loss}"
+        else:
+            sources = BoundProgram.of(forward, fused), loss
+            refs += [ref for source in sources for ref in source.locations]
+            why = obstacle_to_program(sources, refs, call)
+        kind = family(call, situation)
         variant = StepVariant(call.text, situation, refs, traits_of(refs), sources, why=why)
-        return self._refused(variant) if why else variant
+        if why:
+            self._refused(variant)
+            self._cached_variants[call.inputs.key, call.target.key, situation] = variant
+        variants = self._variants.setdefault(kind, [])
+        if sources is None or not any(v.program is None and v.kind == variant.kind for v in variants):
+            variants.append(variant)
+            if sources is not None and not sources[1].locations:
+                shared_variants.setdefault(fused, {}).setdefault(kind, []).append(variant)
 
-    def _refused(self, variant: StepVariant) -> StepVariant:
+    def _refused(self, variant: StepVariant) -> None:
         """Report that calls run eagerly, once per reason."""
         if variant.why not in self._warned:
             self._warned.add(variant.why)
             self.tell(variant.call, variant.why)
-        return variant
 
     def _warn(self, call: str, why: str) -> None:
         warnings.warn(
             f"train_step of {self._fused._original} with ({call}) runs eagerly, exact but slower: {why}. "
             "train_step(..., compile=False) does so without this warning",
-            stacklevel=7,
+            stacklevel=6,
         )
 
 

@@ -441,7 +441,6 @@ class ResidentTraining(Training):
         # Whether compiling pays was decided before, see `eager_reason`.
         compile = False if eager else True if task.compile is None else task.compile
         self.step = train_step(arrangement.array, task.loss, arrangement.optimizer, compile=compile, parts=task.parts)
-        self.step.divisor = self.plan.accumulate
         # A task that leaves the choice open needs no warning: the report gives the reason.
         self.step.tell = partial(_warn, self.plan.name) if task.compile is not None else lambda call, why: None
 
@@ -496,6 +495,8 @@ class ResidentTraining(Training):
 
         def update(losses: Tensor) -> None:
             grads = {name: param.grad for name, param in self._trained.items() if param.grad is not None}
+            for grad in grads.values() if self.plan.accumulate > 1 else ():
+                grad /= self.plan.accumulate
             for param in self._params:
                 param.grad = None
             if self._carried:
