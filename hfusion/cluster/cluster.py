@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from hfusion.device.machine import Machine, parse_bytes
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.arrange import arrange, checked_plan
-from hfusion.tasks.checkpoints import check_folder
-from hfusion.tasks.minibatch_border import OnResult
+from hfusion.tasks.minibatch_border import OnResult, check_folder
 from hfusion.tasks.task import Task, listed, reserve_tensors
 from hfusion.tasks.train import train_arranged
 from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, Report, TaskBars
@@ -104,29 +103,6 @@ class Cluster:
         machine = (self._memory, self._host, self._disk)
         return RayExecutor(self._where, resources, self._runtime_env, machine, self._timeout, self._devices)
 
-    def _train(
-        self,
-        tasks: Sequence[Task],
-        policy: str,
-        progress: bool,
-        checkpoint: Path | None,
-        every: int | None,
-        resume: bool,
-        on_result: OnResult | None,
-    ) -> Report:
-        check_sendable(tasks)
-        with ExitStack() as stack:
-            executor = self._open()
-            stack.callback(executor.close)
-            job = ArrayJob("", (), b"", {}, None, policy, checkpoint, every, on_result is not None)
-            placed = placed_tasks(tasks, executor.devices, job, resume=resume)
-            log = stack.enter_context(EventLog(checkpoint, "train", arrays=len(placed)))
-            drive = Drive(placed, executor, self._max_failures, log, on_result)
-            if progress:
-                bars = TaskBars([(task.name, task.steps) for task in tasks], [0] * len(tasks))
-                drive.show = stack.enter_context(bars).reach
-            return drive.run()
-
 
 # `hf.plan` and `hf.train`: plan and train many tasks on many devices.
 
@@ -194,9 +170,9 @@ def train(
         progress: show a bar per task, or ten lines if the output is not a terminal.
         checkpoint: a folder in which each task is saved during training, and from which it resumes. Finished tasks are
             not trained again. Default: no saves.
-        every: the most minibatches of a task that a crash can cost; by default those of an epoch. Saves are made twice
-            as often, since one half trains while the save of the other is written, and at the end. With ``accumulate``
-            they follow the next step of the optimizer.
+        every: the most minibatches of a task that a crash can cost, for ``checkpoint``; by default those of an epoch.
+            Saves are made twice as often, since one half trains while the save of the other is written, and at the end.
+            With ``accumulate`` they follow the next step of the optimizer.
         resume: with False, a folder that holds saves is an error.
         on_result: called after every minibatch with a `Step`, and after every evaluation with an `Evaluation`, by one
             device at a time. It decides which members stop: None or False for none, True for all ``result.members``, a
@@ -234,15 +210,27 @@ def train(
         raise PlanError("processes is for an hf.Machine: a cluster has a process for each of its devices")
     if every is not None and (not isinstance(every, int) or every < 1):
         raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
+    if every is not None and checkpoint is None:
+        raise CheckpointError(f"every={every} is for saves, and there are none: give checkpoint=, a folder for them")
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
-    if isinstance(machine, Cluster):
-        if plan is not None:
-            raise PlanError("plan is for one process on an hf.Machine: other processes plan by themselves")
-        folder = None if root is None else root.absolute()
-        return machine._train(tasks, chosen.name, progress, folder, every, resume, on_result)
-    if not isinstance(machine, Machine):
+    if not isinstance(machine, Machine | Cluster):
         raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}, or an hf.Cluster.")
     with ExitStack() as stack:
+        if isinstance(machine, Cluster):
+            if plan is not None:
+                raise PlanError("plan is for one process on an hf.Machine: other processes plan by themselves")
+            check_sendable(tasks)
+            executor = machine._open()
+            stack.callback(executor.close)
+            root = None if root is None else root.absolute()
+            job = ArrayJob("", (), b"", {}, None, chosen.name, root, every, on_result is not None)
+            placed = placed_tasks(tasks, executor.devices, job, resume=resume)
+            log = stack.enter_context(EventLog(root, "train", arrays=len(placed)))
+            drive = Drive(placed, executor, machine._max_failures, log, on_result)
+            if progress:
+                bars = TaskBars([(task.name, task.steps) for task in tasks], [0] * len(tasks))
+                drive.show = stack.enter_context(bars).reach
+            return drive.run()
         stack.enter_context(reserve_tensors(tasks))
         # If tasks alternate on a device, a kept shard would be loaded and evicted at every switch.
         keep = chosen.patient or len(tasks) <= len(machine.devices)

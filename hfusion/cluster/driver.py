@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, pack_with_keys
+from hfusion.cluster.messages import DeviceInfo, DeviceLost, Executor, Lost, pack
 from hfusion.cluster.node import ArrayDone, ArrayJob, Divided, EventMessage, Message, StopQuery
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.event_log import EventLog, first_line
@@ -24,8 +24,7 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.tasks.arrange import Room, array_of
-from hfusion.tasks.checkpoints import check_folder
-from hfusion.tasks.minibatch_border import OnResult, answered
+from hfusion.tasks.minibatch_border import OnResult, answered, check_folder
 from hfusion.tasks.reading import set_generators
 from hfusion.tasks.task import Evaluation, Step, Task, check_loaders, check_tensors, find_hook, listed_models, seed_of
 from hfusion.tasks.train import TrainError
@@ -392,8 +391,8 @@ class PlacedArray:
 
     def packed_job(self, parts: SharedParts) -> ArrayJob:
         """Return the job with the task."""
-        parcel, keys = pack_with_keys(f"the task {self.task.name!r}", self.sent, parts.keys)
-        return replace(self.job, parcel=parcel, parts={key: parts.references[key] for key in keys})
+        parcel = pack(f"the task {self.task.name!r}", self.sent, parts.keys)
+        return replace(self.job, parcel=parcel, parts=parts.references)
 
 
 def check_sendable(tasks: Sequence[Task]) -> None:

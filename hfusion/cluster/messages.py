@@ -100,23 +100,15 @@ class Executor(Protocol):
 
 def pack(name: str, value: Any, parts: Mapping[int, str]) -> bytes:
     """Pickle ``value``, with objects whose id is in ``parts`` replaced by their key. PlanErrors call it ``name``."""
-    return pack_with_keys(name, value, parts)[0]
-
-
-def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
-    """Return the bytes as from `pack`, and the keys of the parts that were left out."""
     try:
         from cloudpickle import Pickler
     except ImportError as error:
         raise ImportError("hf.Cluster needs cloudpickle: pip install cloudpickle (extra: hfusion[cluster])") from error
-    target, keys = io.BytesIO(), set[str]()
+    target = io.BytesIO()
 
     class Packer(Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: object) -> str | None:
-            key = parts.get(id(obj))
-            if key is not None:
-                keys.add(key)
-            return key
+            return parts.get(id(obj))
 
         def reducer_override(self, obj: Any) -> Any:
             return tensor_as_bytes(obj) if is_plain_tensor(obj) else super().reducer_override(obj)
@@ -128,7 +120,7 @@ def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[byt
             f"{name} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
             "only this process has, such as open files, locks and generators"
         ) from error
-    return target.getvalue(), keys
+    return target.getvalue()
 
 
 def _no_parts(key: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, TypeAlias
@@ -18,7 +19,7 @@ from hfusion.device.worker_process import Failure
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.policy import named
 from hfusion.tasks.arrange import Room, arrange_one, arrays_of
-from hfusion.tasks.checkpoints import check_folder
+from hfusion.tasks.minibatch_border import check_folder
 from hfusion.tasks.reading import generator_states
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_arranged
@@ -34,7 +35,7 @@ class ArrayJob:
 
     Attributes:
         parcel: the pickled task.
-        parts: references to the shared objects that ``parcel`` omits, by key.
+        parts: references to the objects that arrays share, which ``parcel`` omits, by key.
         room: the device to plan the task for; only the first array is trained. None: train ``members`` as one array.
         awaits_answers: wait for the driver's answer to every result, see `StopQuery`.
         sends_every_step: send every step; otherwise only the latest one and the last one of each epoch.
@@ -194,14 +195,7 @@ class ArrayTrainer:
 
     def _trained(self, job: ArrayJob, part: Callable[[Any], Any]) -> ArrayDone:
         # Each array unpacks its own copies, since iterating over a loader changes its state.
-        parts: dict[str, Any] = {}
-
-        def get(key: str) -> Any:
-            if key not in parts:
-                parts[key] = part(job.parts[key])
-            return parts[key]
-
-        sent: Task = unpack(job.parcel, get)
+        sent: Task = unpack(job.parcel, cache(lambda key: part(job.parts[key])))
         outbox = _Outbox(self.driver, None if job.sends_every_step else sent.epoch)
         task, name, members, planned = replace(sent, callbacks=(outbox.add,)), job.name, job.members, None
         if job.room is not None:

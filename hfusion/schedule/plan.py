@@ -10,7 +10,7 @@ whole numbers, times are seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,19 +61,24 @@ class UnitActions(NamedTuple):
 
 def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], UnitActions]:
     """Group a list of actions into units, by phase and shard."""
+    # The indices of the computing actions of each unit.
+    runs: dict[tuple[Phase, int], list[int]] = {}
+    for index, action in enumerate(actions):
+        if action.act.lane == "compute":
+            # A save belongs to the unit before it.
+            if action.act is not Act.SAVE:
+                phase = Phase.UPDATE if clip and action.act is Act.STEP else PHASES[action.act]
+            runs.setdefault((phase, action.shard), []).append(index)
     units, used_loads = {}, set()
     acts = [(action.act, action.shard) for action in actions]
     on_device = levels(actions)
-    runs = [*_runs(actions, clip=clip)]
-    for computes, after in zip(runs, [*runs[1:], range(len(actions), len(actions) + 1)], strict=True):
-        first = actions[computes[0]]
-        shard = first.shard
+    next_starts = [*(computes[0] for computes in runs.values()), len(actions)][1:]
+    for (phase, shard), computes, next_start in zip(runs, runs.values(), next_starts, strict=True):
         start = max(index for index in range(computes[0]) if acts[index] == (Act.LOAD, shard))
         end = next(index for index in range(computes[-1], len(actions)) if acts[index] == (Act.EVICT, shard))
         load = actions[start]
         run = tuple(actions[index] for index in computes)
         takes = sum(action.takes for action in run)
-        phase = Phase.UPDATE if first.act is Act.STEP else PHASES[first.act]
         units[phase, shard] = UnitActions(
             load if start not in used_loads and shard not in pinned else None,
             frozenset(~predecessor if predecessor < 0 else actions[predecessor].shard for predecessor in load.after),
@@ -82,28 +87,10 @@ def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> d
             takes,
             max(takes, sum(action.frees for action in run)),
             actions[end],
-            end < after[0] and shard not in pinned,
+            end < next_start and shard not in pinned,
         )
         used_loads.add(start)
     return units
-
-
-def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
-    """Yield the indices of computing actions, unit by unit."""
-    run: list[int] = []
-    for index, action in enumerate(actions):
-        if action.act.lane != "compute":
-            continue
-        goes_on = run and (
-            action.act is Act.SAVE
-            or (action.act is Act.BACKWARD and actions[run[-1]].act is Act.RECOMPUTE)
-            or (action.act is Act.STEP and not clip)
-        )
-        if run and not goes_on:
-            yield run
-            run = []
-        run.append(index)
-    yield run
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
-"""Work between two units of an array: callbacks, scheduler steps, members that stop and their best weights."""
+"""Work between two units of an array: callbacks, scheduler steps, members that stop, their best weights, and saves."""
 
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -17,15 +20,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
-from hfusion.checkpoint.save import member_stacks
+from hfusion.checkpoint import files
+from hfusion.checkpoint.save import SaveReader, array_state, member_stacks, packed, saves_of
 from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import has_rows
 from hfusion.core.patience import Patience
+from hfusion.core.text import file_name
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.runtime.training import Training
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.reading import Position
 from hfusion.tasks.source import Stream
 from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.training_report import ArrayEvent, ArrayNote
@@ -44,11 +50,13 @@ class Border:
         plan: the plan of the array.
         streams: its sources of minibatches: for training and, if there is an eval loader, for evaluation.
         scheduler: drives the array's optimizer.
+        saves: saves the array; None if it is not saved.
         on_result: returns the members that stop. It is called with the lock ``asking`` held.
         listen: called with every event of the array.
         rates: float64 ``[B]``, the learning rates before the first minibatch.
         eager: why the array is not compiled; empty if it is.
         aborted: returns whether the run is being aborted, so that evictions may be incomplete.
+        reach: called with the number of minibatches that are trained, and whether the array is over.
     """
 
     setup: Arrangement
@@ -57,12 +65,14 @@ class Border:
     streams: Sequence[Stream]
     scheduler: LRScheduler | None
     kept: KeptMembers
+    saves: ArraySaves | None
     on_result: OnResult | None
     asking: Lock
     listen: Callable[[ArrayEvent], None]
     rates: Tensor
     eager: str
     aborted: Callable[[], bool] = lambda: False
+    reach: Callable[[int, bool], object] = lambda steps, over: None
     # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
     _ended: int = 0
     _heard: int = 0
@@ -73,12 +83,20 @@ class Border:
         training = self.training
         return training.scheduled.units if training.over else training.units_after(training.minibatches)
 
-    def resume(self, stopped: dict[int, int]) -> None:
-        """Continue an earlier run, in which the members ``stopped`` had stopped.
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the result of `ArraySaves.load`, before the first unit.
 
         `on_result` gets the earlier results again, so that it can rebuild its state.
         """
-        self.kept.resume(stopped)
+        training = self.training
+        training.losses.extend(saved["losses"].unbind())
+        if saved["evaluations"] is not None:
+            training.evaluations.extend(saved["evaluations"].unbind())
+        training.generators.states.update(saved["random"])
+        training.resumed_calls.update(saved["calls"])
+        for stream, position in zip(self.streams, saved["positions"], strict=True):
+            stream.resume(Position(**position))
+        self.kept.resume(dict(saved["stopped"]))
         self._note_stopped()
         self._ended = self._heard = len(self.training.losses)
         epochs = len(self.training.evaluations) // max(1, self.plan.evaluated)
@@ -91,8 +109,10 @@ class Border:
                 self._ask(self._evaluation(epoch - 1))
 
     def ended(self, unit: Unit) -> None:
-        """Handle the end of a unit."""
+        """Handle the end of a unit, and save an array that has stopped."""
         training, plan = self.training, self.plan
+        if self.saves is not None and plan.trained(unit):
+            self.saves.bound(unit.step + 1)
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
             self._ended = unit.step + 1
             self._hear()
@@ -109,6 +129,21 @@ class Border:
                 self._evaluated(epoch)
                 if epoch == self.setup.task.epochs - 1:
                     self._finish(self.streams[1])
+        if training.over or (unit.phase is Phase.BACKWARD and unit.shard == 0):
+            self.reach(training.minibatches, training.over)
+        if training.over:
+            self.save()
+
+    def save(self) -> None:
+        """Save the array between units, if it is saved."""
+        if self.saves is not None:
+            self.saves.save(self)
+            self.note_end()
+
+    def note_end(self) -> None:
+        """Tell the listener if the array is trained."""
+        if self.training.over or self.training.minibatches == self.plan.steps:
+            self.listen(ArrayNote("finished", self.training.minibatches))
 
     def _finish(self, stream: Stream) -> None:
         """Raise PlanError if a loader has more minibatches, which would not be trained or evaluated."""
@@ -393,3 +428,183 @@ def shared_parameter(array: FusedModule) -> str | None:
     """Return the name of a parameter that all members of an array train together; None if each trains its own."""
     trained = [(name, param) for name, param in array.named_parameters() if param.requires_grad]
     return next((name for name, param in trained if len(array) > 1 and not has_rows(param)), None)
+
+
+# The checkpoints of `hfusion.train`: one folder per array, with its latest saves.
+
+# Number of saves of an array that are kept in its folder.
+_KEEP = 3
+
+
+def check_folder(root: Path, names: Sequence[str], *, resume: bool, task: str | None = None) -> None:
+    """Create the folder of a run, or check that its saves belong to arrays, or to tasks, of these names.
+
+    Args:
+        resume: saves are allowed, and the arrays continue from them.
+        task: check only the saves of this task.
+
+    Raises:
+        CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
+    """
+    with files.wrap_load_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        folders = list(root.iterdir())
+        array_names = {file_name(name): name for name in names}
+        saved = {array_names.get(path.name, unquote(path.name)) for path in folders if files.saves(path)}
+        if task is not None:
+            saved = {name for name in saved if _is_of(name, task)}
+        if files.saves(root) or (root / files.MANIFEST).exists():
+            raise CheckpointError(
+                f"{root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
+            )
+        if saved and not resume:
+            raise CheckpointError(
+                f"{root} holds saves of {sorted(saved)}: go on with resume=True, or give a new folder"
+            )
+        others = sorted(one for one in saved if not any(_is_of(one, name) for name in names))
+        unsaved = [name for name in names if not any(_is_of(one, name) for one in saved)]
+        if others and unsaved:
+            raise CheckpointError(
+                f"{root} holds saves of {others}, which are no arrays of these tasks, and none of {unsaved}: give the "
+                "tasks the names that they had, on a machine on which the same members are together, or a new folder, "
+                "or delete those that are not to go on"
+            )
+
+
+def _is_of(array: str, name: str) -> bool:
+    """Return whether an array has this name, or is one of several of the task of this name."""
+    return array.startswith(name) and re.fullmatch(r"(\.\d+)*", array.removeprefix(name)) is not None
+
+
+class ArraySaves:
+    """Saves an array between minibatches, and loads what was saved.
+
+    `save` copies the tensors in the calling thread. Another thread writes the copies.
+
+    Args:
+        root: the folder of the run, with a folder for each array.
+        most: how many minibatches may be lost.
+        threads: write the copies.
+        listen: called before the array is copied, and by the writing thread when the save is on the disk.
+    """
+
+    def __init__(
+        self, root: Path, setup: Arrangement, most: int, threads: Executor, listen: Callable[[ArrayNote], None]
+    ) -> None:
+        self._folder, self._setup = root / file_name(setup.plan.name), setup
+        self._names = [f"member {member}" for member in setup.members]
+        self._most, self._threads, self._listen = most, threads, listen
+        # The save that is being written, and the minibatches of the last one known to be on the disk.
+        self._write: Future[int] | None = None
+        self._safe = 0
+
+    def load(self, plan: TaskPlan, scheduler: LRScheduler | None, kept: KeptMembers) -> Mapping[str, Any] | None:
+        """Load the last save of the array into its module, optimizer, scheduler and best weights. Return the rest.
+
+        Returns None if there is no save.
+
+        Raises:
+            CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
+        """
+        setup = self._setup
+        # Remove leftovers now: an array that has already ended is not saved again.
+        files.clean(self._folder)
+        if not files.saves(self._folder):
+            return None
+        reader = SaveReader.of(saves_of(self._folder), None)
+        with files.wrap_load_errors(reader.path):
+            saved = reader.value("task")
+            if not isinstance(saved, dict):
+                raise CheckpointError(f"{reader.path} was not saved by hf.train: load it by hf.load")
+            expected = {"name": setup.task.name, "members": self._names, **_shape(plan)}
+            actual = {"name": saved["name"], "members": reader.tags, **saved["shape"]}
+            for field, value in expected.items():
+                if actual[field] != value:
+                    raise CheckpointError(
+                        f"{reader.path}: {field} was {actual[field]!r} when it was saved, and is {value!r} in the task "
+                        f"{setup.task.name!r}: give the task as it was, or a new folder"
+                    )
+            if not 0 < saved["steps"] <= plan.steps:
+                raise CheckpointError(
+                    f"{reader.path} was saved after {saved['steps']} minibatches, and the task "
+                    f"{setup.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
+                )
+            if saved["evaluations"] is not None:
+                kept.load_best(saved["best"], reader.path)
+            reader.array(setup.array, setup.optimizer, scheduler, None)
+            if scheduler is None and reader.value("schedule") is not None:
+                raise CheckpointError(
+                    f"{reader.path} was saved with a scheduler, and the task {setup.task.name!r} has none: give "
+                    "it that scheduler, or a new folder"
+                )
+            reader.write()
+        self._safe = saved["steps"]
+        return saved
+
+    def bound(self, steps: int) -> None:
+        """Wait for the save being written if a crash during the next minibatch could otherwise cost too much.
+
+        Args:
+            steps: how many minibatches it has been trained on.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
+        if steps + 1 - self._safe > self._most:
+            self._wait()
+
+    def save(self, border: Border) -> None:
+        """Save the array between units. At the end of its training, wait until the save is on the disk.
+
+        Raises:
+            CheckpointError: this save or the previous one could not be written. Earlier saves remain.
+        """
+        border.arrive()
+        steps = len(border.training.losses)
+        # Wait for the previous save, so that there is only one copy at a time.
+        self._wait()
+        self._listen(ArrayNote("copied", steps))
+        rows, setup = range(len(self._names)), self._setup
+        state = array_state(rows, setup.array, setup.optimizer, border.scheduler, None)
+        body, tensors = packed({"members": self._names, **state, "task": _progress(border)})
+        border.kept.write_stopped(tensors)
+        self._write = self._threads.submit(self._written, body, tensors, steps)
+        if border.training.over or steps == border.plan.steps:
+            self._wait()
+        else:
+            self.bound(steps)
+
+    def _written(self, body: dict[str, Any], tensors: dict[str, Tensor], steps: int) -> int:
+        """Write a copy, and return its minibatches."""
+        files.write(self._folder, body, tensors, step=steps, keep=_KEEP)
+        self._listen(ArrayNote("saved", steps))
+        return steps
+
+    def _wait(self) -> None:
+        """Wait until the last copy is written. Raises CheckpointError if that failed."""
+        write, self._write = self._write, None
+        if write is not None:
+            self._safe = write.result()
+
+
+def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:
+    """Return the properties of a plan that minibatch borders depend on."""
+    return {name: getattr(plan, name) for name in ("epoch", "accumulate", "clipped", "evaluated")}
+
+
+def _progress(border: Border) -> dict[str, Any]:
+    training, positions = border.training, [stream.position for stream in border.streams]
+    return {
+        "name": border.setup.task.name,
+        "shape": _shape(border.plan),
+        "steps": len(training.losses),
+        "losses": torch.stack(training.losses),
+        "evaluations": torch.stack(training.evaluations) if training.evaluations else None,
+        "seed": training.generators.seed,
+        "random": training.generators.states,
+        "calls": training.known_calls,
+        "compiled": training.compiled,
+        "positions": [dict(vars(position)) for position in positions],
+        "stopped": [*border.kept.steps.items()],
+        "best": border.kept.best_state(),
+    }

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -40,9 +40,7 @@ from hfusion.schedule.timeline import Span, Timeline
 from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import train_step
 from hfusion.tasks.arrange import Arrangement
-from hfusion.tasks.checkpoints import ArraySaves
-from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.minibatch_border import Border, KeptMembers, OnResult, shared_parameter
+from hfusion.tasks.minibatch_border import ArraySaves, Border, KeptMembers, OnResult, shared_parameter
 from hfusion.tasks.source import CutPrograms, Minibatch, Stream, evaluation_parts, training_programs
 from hfusion.tasks.task import Task, check_shardable, seed_of
 from hfusion.tasks.training_report import (
@@ -112,9 +110,7 @@ def train_arranged(
         for one in arrangements:
             # Training leaves tensors in host memory.
             stack.callback(one.array.to, device_of(one.array))
-        run = _TrainRun(stack, arrangements, plan, machine, on_result, listen)
-        if checkpoint is not None:
-            run.save_to(checkpoint, every)
+        run = _TrainRun(stack, arrangements, plan, machine, checkpoint, every, on_result, listen)
         run.prepare()
         bars = None
         if progress:
@@ -123,45 +119,35 @@ def train_arranged(
         return run.run(policy, bars)
 
 
+@dataclass(eq=False)
 class _TrainRun:
     """The arrays of one run, with what belongs to all of them. ``stack`` releases their tensors and files."""
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        arrangements: Sequence[Arrangement],
-        plan: Plan,
-        machine: Machine,
-        on_result: OnResult | None,
-        listen: ArrayListener | None,
-    ) -> None:
-        self.arrangements, self.plan, self._on_result, self._listen = arrangements, plan, on_result, listen
-        self._stack = stack
-        self._saves: list[ArraySaves] = []
+    stack: ExitStack
+    arrangements: Sequence[Arrangement]
+    plan: Plan
+    machine: Machine
+    checkpoint: Path | None
+    every: int | None
+    on_result: OnResult | None
+    listen: ArrayListener | None
+
+    def __post_init__(self) -> None:
         # The device of each array that has begun.
         self._computing: Mapping[int, str] = {}
         self._asking = Lock()
         # All arrays of a task have one.
-        self._seeds = {task: seed_of(task) for task in dict.fromkeys(setup.task for setup in arrangements)}
-        self._devices = {device.name: device.physical for device in machine.devices}
-        self._folder = SpillFolder(machine.disk)
-        stack.callback(self._folder.close)
+        self._seeds = {task: seed_of(task) for task in dict.fromkeys(setup.task for setup in self.arrangements)}
+        self._devices = {device.name: device.physical for device in self.machine.devices}
+        self._folder = SpillFolder(self.machine.disk)
+        self.stack.callback(self._folder.close)
+        self._threads = self.stack.enter_context(ThreadPoolExecutor(len(self.plan.devices), "hfusion checkpoint"))
         # Held while a minibatch is read: loaders of several tasks may read from one data set or file.
         self._turn = Lock()
         # Bytes of host memory that are left for shards at rest.
-        self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
+        spilled = [task for task in self.plan.tasks if not task.resident]
+        self._room = self.machine.host - sum(shard.boundary for task in spilled for shard in task.shards)
         self.borders: list[Border] = []
-
-    def save_to(self, checkpoint: Path, every: int | None) -> None:
-        """Save the arrays in a folder, so that a crash costs at most ``every`` minibatches; None: those of an epoch."""
-        threads = self._stack.enter_context(ThreadPoolExecutor(len(self.plan.devices), "hfusion checkpoint"))
-        tasks: list[TaskPlan] = []
-        for index, (setup, task) in enumerate(zip(self.arrangements, self.plan.tasks, strict=True)):
-            most = every or task.epoch or task.steps
-            self._saves.append(ArraySaves(checkpoint, setup, most, threads, partial(self.note, index)))
-            # Tasks are saved twice per interval, as half of it is trained while a save is written.
-            tasks.append(replace(task, save_every=math.ceil(most / 2)))
-        self.plan = replace(self.plan, tasks=tuple(tasks))
 
     def prepare(self) -> None:
         """Capture the arrays and allocate their tensors, or load their saves."""
@@ -177,12 +163,17 @@ class _TrainRun:
 
     def note(self, index: int, event: ArrayEvent) -> None:
         """Pass an event of an array to ``listen``."""
-        if self._listen is not None:
-            self._listen(index, event, self._computing.get(index))
+        if self.listen is not None:
+            self.listen(index, event, self._computing.get(index))
 
     def _border(self, index: int) -> Border:
-        setup, plan, stack = self.arrangements[index], self.plan.tasks[index], self._stack
-        task = setup.task
+        setup, plan, stack = self.arrangements[index], self.plan.tasks[index], self.stack
+        task, listen, saves = setup.task, partial(self.note, index), None
+        if self.checkpoint is not None:
+            most = self.every or plan.epoch or plan.steps
+            # Saved twice per interval, as half of it is trained while a save is written.
+            plan = replace(plan, save_every=math.ceil(most / 2))
+            saves = ArraySaves(self.checkpoint, setup, most, self._threads, listen)
         if not plan.resident:
             check_shardable(task.name, setup.array, setup.optimizer)
         # As the user gave them: a scheduler may change them when it is made.
@@ -222,7 +213,7 @@ class _TrainRun:
             makes = scheduler if callable(scheduler) else [scheduler[member] for member in setup.members]
             scheduler = PerMember(setup.optimizer, makes)
         kept = KeptMembers(setup)
-        saved = self._saves[index].load(plan, scheduler, kept) if self._saves else None
+        saved = None if saves is None else saves.load(plan, scheduler, kept)
         # Gradients from before the run do not belong to it.
         setup.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
@@ -250,28 +241,25 @@ class _TrainRun:
             stack.callback(training.step.close)
         else:
             training = Training(*arguments)
-        listen = partial(self.note, index)
-        asks = self._on_result, self._asking
+        asks = saves, self.on_result, self._asking
         border = Border(setup, plan, training, streams, scheduler, kept, *asks, listen, plain(rates), eager)
         if saved is not None:
-            resume_from(saved, border)
+            border.resume(saved)
         for one in streams:
             one.restart()
         listen(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(kept.steps)))
-        self._note_end(border)
+        border.note_end()
         return border
-
-    def _note_end(self, border: Border) -> None:
-        if border.training.over or border.training.minibatches == border.plan.steps:
-            border.listen(ArrayNote("finished", border.training.minibatches))
 
     def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-        worker = DeviceWorker(devices, self.trainings, self._save)
+        worker = DeviceWorker(devices, self.trainings, lambda index: self.borders[index].save())
         self._computing = worker.computing
-        for index, training in enumerate(self.trainings):
-            self.borders[index].aborted = lambda: worker.stopping
-            training.ended, training.save = partial(self._unit_ended, bars, index), partial(worker.save, index)
+        for index, border in enumerate(self.borders):
+            border.aborted = lambda: worker.stopping
+            if bars is not None:
+                border.reach = partial(bars.reach, index)
+            border.training.ended, border.training.save = border.ended, partial(worker.save, index)
         first = [border.units for border in self.borders]
         scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
         engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)
@@ -296,22 +284,6 @@ class _TrainRun:
             report = self._report(engine, done)
             raise TrainError.of([name], cause or failed, report) from cause
         return self._report(engine, list(range(len(self.trainings))))
-
-    def _unit_ended(self, bars: TaskBars | None, index: int, unit: Unit) -> None:
-        """Handle the end of a unit, and save arrays that have stopped."""
-        border = self.borders[index]
-        if self._saves and border.plan.trained(unit):
-            self._saves[index].bound(unit.step + 1)
-        border.ended(unit)
-        over = border.training.over
-        if bars is not None and (over or (unit.phase is Phase.BACKWARD and unit.shard == 0)):
-            bars.reach(index, border.training.minibatches, over=over)
-        if over and self._saves:
-            self._save(index)
-
-    def _save(self, index: int) -> None:
-        self._saves[index].save(self.borders[index])
-        self._note_end(self.borders[index])
 
     def _timeline(self, engine: Engine) -> Timeline:
         """Return the timeline of the run, with the slices split into minibatches."""

@@ -356,7 +356,7 @@ class TaskBars:
     def _tenths(self) -> int:
         return 10 * sum(self._done) // max(1, sum(self._totals))
 
-    def reach(self, index: int, steps: int, *, over: bool = False) -> None:
+    def reach(self, index: int, steps: int, over: bool = False) -> None:
         """Set a task to ``steps`` minibatches; fewer than before if it restarted from a checkpoint.
 
         ``over``: it ends there.

@@ -225,7 +225,7 @@ def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
     QUEUES.start(seed, fault, None if fault is None else 1.0)
     root = Path(disk) / f"saves-{seed}" if draw.random() < 0.5 else None
     try:
-        hf.train(order.tasks(stop), order.machine(disk), plan=plan, checkpoint=root, every=1)
+        hf.train(order.tasks(stop), order.machine(disk), plan=plan, checkpoint=root, every=1 if root else None)
     except TrainError as error:
         errors = [] if isinstance(error.__cause__, Broken) else [str(error)]
     else:

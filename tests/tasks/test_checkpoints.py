@@ -86,7 +86,7 @@ def trained(
     ]
     on = machine(devices)
     plan = planned_as(tasks, on, [case.mode for case in cases])
-    every = cases[0].every
+    every = None if root is None else cases[0].every
     if not cuts:
         report = hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
         steps = {action.step for action in report.timeline.actions if action.act is Act.FORWARD}
@@ -122,7 +122,7 @@ def test_a_loader_that_tells_its_position_is_asked(tmp_path: Path) -> None:
     def once(root: Path | None, loader: Counted, *callbacks: Any) -> list[Any]:
         optimizer = adamw(list((module := array(1)).parameters()))
         hf_task = task(module, Way(lambda params: optimizer), loader, callbacks=callbacks)
-        return results(hf.train(hf_task, machine(), checkpoint=root, every=1)["task"], hf_task)
+        return results(hf.train(hf_task, machine(), checkpoint=root, every=1 if root else None)["task"], hf_task)
 
     expected = once(None, whole := Counted())
     for at in ((0, 2), (1, 0), (1, 3)):
@@ -181,6 +181,8 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
         hf.train(small(), machine(), checkpoint=tmp_path / "file")
     with pytest.raises(hf.CheckpointError, match="every=0"):
         hf.train(small(), machine(), checkpoint=tmp_path / "new", every=0)
+    with pytest.raises(hf.CheckpointError, match="every=2 is for saves, and there are none: give checkpoint="):
+        hf.train(small(), machine(), every=2)
     array = hf.fuse([nn.Linear(2, 2)])
     hf.save(tmp_path / "mixed" / "small", array)
     with pytest.raises(hf.CheckpointError, match=r"was not saved by hf.train: load it by hf\.load"):
@@ -281,7 +283,7 @@ def run(root: Path | None, kill: int | None) -> list[Any]:
     module = array(3)
     optimizer = adamw(list(module.parameters()))
     hf_task = task(module, Way(lambda params: optimizer), shuffled(4), callbacks=[killed], eval_loader=shuffled(5))
-    report = hf.train(hf_task, machine(), checkpoint=root, every=1)
+    report = hf.train(hf_task, machine(), checkpoint=root, every=1 if root else None)
     return results(report["task"], hf_task)
 
 

@@ -99,7 +99,7 @@ def trained(
     ]
     on = machine(devices)
     plan = planned_as(tasks, on, [case.mode for case in cases])
-    report = hf.train(tasks, on, policy, plan=plan, checkpoint=root, every=1, on_result=on_result)
+    report = hf.train(tasks, on, policy, plan=plan, checkpoint=root, every=1 if root else None, on_result=on_result)
     for name, peak in report.peak.items():
         assert report.timeline.peak[name] <= peak <= plan.devices[name]
     return Run(
@@ -227,7 +227,7 @@ class CaseBestWeights:
         on = machine()
         count = 1 if self.mode == "resident" else 4
         plan = planned([task], on, [count], [self.mode == "resident"], [self.mode == "kept"])
-        return hf.train(task, on, plan=plan, checkpoint=root, every=1, **options)["best"]
+        return hf.train(task, on, plan=plan, checkpoint=root, every=1 if root else None, **options)["best"]
 
 
 CASES_BEST_WEIGHTS = [
