@@ -197,7 +197,7 @@ WHY = {
     "hfusion/torch_private/export_state.py": "asks devices that were not used yet for the seeds that wait for them",
     "hfusion/core/fingerprint.py": "lists the settings that forward may ask for",
     "hfusion/bench/contact_benchmark.py": "reports the settings of a GPU, and the tests that need one",
-    "hfusion/cluster/process_executor.py": "carries the flags of torch.backends to other processes",
+    "hfusion/cluster/node.py": "carries the flags of torch.backends to other processes",
 }
 
 

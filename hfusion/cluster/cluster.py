@@ -10,8 +10,7 @@ from typing import Any
 
 from hfusion.cluster.driver import Drive, check_sendable, placed_tasks
 from hfusion.cluster.messages import Executor
-from hfusion.cluster.node import ArrayJob
-from hfusion.cluster.process_executor import ProcessExecutor
+from hfusion.cluster.node import ArrayJob, ProcessExecutor
 from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.device.machine import Machine, parse_bytes

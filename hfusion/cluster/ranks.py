@@ -36,7 +36,9 @@ def rows(members: int, rank: int | None = None, world: int | None = None) -> sli
     if (rank is None) != (world is None):
         raise ValueError(f"rows({members}, rank={rank}, world={world}): give rank and world both, or neither")
     if rank is None or world is None:
-        rank, world = _rank_and_world()
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if _running():
+            rank, world = dist.get_rank(), dist.get_world_size()
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"rank={rank} of world={world}: ranks are 0 to {max(world, 1) - 1}")
     if members < world:
@@ -88,13 +90,6 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
 
 def _running() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _rank_and_world() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks."""
-    if _running():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 # Members of a population that is spread over ranks, copied from one rank to another by send and receive.

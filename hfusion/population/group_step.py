@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,8 @@ from hfusion.core.member_table import MemberTable
 from hfusion.device.backend import active_autocast, backend
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import Failure, Parent, WorkerProcess, close_workers, why_no_fork
-from hfusion.optim.hyper import HyperValue
 from hfusion.population.evaluation import check_entries, pair_of
 from hfusion.population.grouping import part, put_member_state
-from hfusion.population.members import Event, check_numbers
 from hfusion.population.training_group import StepArguments, TrainingGroup
 from hfusion.step.memory_budget import state_bytes
 from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
@@ -128,15 +125,6 @@ def flush(population: Population) -> bool:
     return any(flushed)
 
 
-def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) -> None:
-    """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
-    limits = check_numbers(len(rows), clip_norm=norms)["clip_norm"]
-    with population._lock:
-        for row, limit in zip(rows, limits, strict=True):
-            group, local = population._layout.slot_of(row)
-            group.table["clip_norm"][local] = limit
-
-
 class GroupDraws:
     """Seeds the generators of torch for each group of a step, from one number that the step draws.
 
@@ -183,20 +171,6 @@ class GroupDraws:
 
 StepRequest = tuple[int, int, list[StepArguments]]
 """The random number of a step, the population's number of steps, and the arguments of each group of the worker."""
-
-
-@dataclass(frozen=True)
-class StepAnswer:
-    """Losses of groups, new events, whether there were updates and random draws, and the error if any.
-
-    A group that fails has no loss, and neither have those after it.
-    """
-
-    losses: list[tuple[float, torch.dtype]]
-    updated: bool
-    events: list[Event]
-    has_drawn: bool
-    failure: Failure | None
 
 
 ArgumentsOf = Callable[[TrainingGroup], StepArguments]
@@ -254,16 +228,17 @@ class MemberWorkers:
         failure: BaseException | None = None
         while self._computing:
             worker, losses, draws = self._computing.pop(0)
-            answer: StepAnswer = worker.poll()
+            computed, updated, events, has_drawn, error = worker.poll()
             members = self._workers[worker]
-            for group, (loss, dtype) in zip(members, answer.losses, strict=False):
+            # A group that fails has no loss, and neither have those after it.
+            for group, (loss, dtype) in zip(members, computed, strict=False):
                 losses[group] = torch.tensor([loss], dtype=dtype, device="cpu")
             history = members[0].table.history
-            history.updated |= answer.updated
-            history.events.extend(answer.events)
-            draws.has_drawn |= answer.has_drawn
-            if answer.failure is not None and failure is None:
-                failure = answer.failure.error_of(worker.name)
+            history.updated |= updated
+            history.events.extend(events)
+            draws.has_drawn |= has_drawn
+            if error is not None and failure is None:
+                failure = error.error_of(worker.name)
         if failure is not None:
             self.come_home()
             raise failure
@@ -333,7 +308,11 @@ def _serve(members: Sequence[TrainingGroup], _: Parent) -> Callable[[Any], Any]:
 
 
 def _answer(members: Sequence[TrainingGroup], request: StepRequest | None) -> Any:
-    """Step the members of a worker; for None, return their states."""
+    """Step the members of a worker; for None, return their states.
+
+    The answer to a step: losses of groups, whether there were updates, new events, whether random numbers were drawn,
+    and the error if any.
+    """
     if request is None:
         return list(map(_state_to_send, members))
     history = members[0].table.history
@@ -348,7 +327,7 @@ def _answer(members: Sequence[TrainingGroup], request: StepRequest | None) -> An
             failure = Failure(error)
             break
         losses.append((float(loss), loss.dtype))
-    return StepAnswer(losses, history.updated, history.events[before:], draws.has_drawn, failure)
+    return losses, history.updated, history.events[before:], draws.has_drawn, failure
 
 
 def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[str, Tensor], bytes]:

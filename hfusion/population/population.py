@@ -28,10 +28,9 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
 from hfusion.population import grouping
-from hfusion.population.evaluation import check_entries, evaluate
+from hfusion.population.evaluation import check_entries, check_keyword, evaluate, rows_of_weights
 from hfusion.population.group_step import MemberWorkers, one_update, step_groups
 from hfusion.population.grouping import TWINS, Candidates, MemberLayout, PopulationGroup, copied_member
-from hfusion.population.loss_weights import check_keyword, rows_of_weights
 from hfusion.population.members import (
     Event,
     EventKind,
@@ -46,9 +45,8 @@ from hfusion.population.members import (
     new_names,
     value_of,
 )
-from hfusion.population.saving import gathered, load, load_run
 from hfusion.population.training_group import TrainingGroup, group_of
-from hfusion.population.weights import BestMembers, average
+from hfusion.population.weights import BestMembers, average, gathered, load, load_run
 from hfusion.torch_private.module_hooks import has_step_hooks
 
 
@@ -301,7 +299,7 @@ class Population:
     def frozen(self) -> list[int]:
         """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
         frozen = self._layout.collected([group.table["frozen"] for group in self._groups])
-        return [row for row, is_frozen in enumerate(frozen.tolist()) if is_frozen]
+        return frozen.nonzero().reshape(-1).tolist()
 
     @property
     def lineage(self) -> tuple[Any, ...]:

@@ -36,8 +36,14 @@ from hfusion.optim.clip import all_finite, overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
-from hfusion.population.evaluation import entry_bytes, evaluating_model, with_row
-from hfusion.population.loss_weights import sample_weighted, weigh_samples, weighted
+from hfusion.population.evaluation import (
+    entry_bytes,
+    evaluating_model,
+    sample_weighted,
+    weigh_samples,
+    weighted,
+    with_row,
+)
 from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, leave_out, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
@@ -233,7 +239,7 @@ class TrainingGroup:
     def step(self, arguments: StepArguments, rows: list[int] | None = None, weights: Any = None) -> Tensor:
         """Train all members, or those in ``rows`` of the group. Returns losses ``[rows of the group]``.
 
-        ``weights``: None, or what `hfusion.population.loss_weights.rows_of_weights` returns.
+        ``weights``: None, or what `hfusion.population.evaluation.rows_of_weights` returns.
         """
         columns = self.table.columns
         resting, few = None, False

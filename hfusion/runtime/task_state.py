@@ -69,7 +69,7 @@ class _LoadedShard:
     Attributes:
         changed: tensors, with their section, to be written back to the host.
         updated: trained tensors that the optimizer has stepped; they and their state are in ``changed``.
-        bound: the array's trained tensors of this shard lie in the copy; ``whole``: the other owned tensors, too.
+        bound: the array's tensors that lie in the copy: none, the trained ones, or all that the shard owns.
         filled: set when the copies to the device are done.
     """
 
@@ -77,8 +77,7 @@ class _LoadedShard:
     borrowed: dict[str, Tensor]
     changed: set[tuple[Section, str]] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)
-    bound: bool = False
-    whole: bool = False
+    bound: Sequence[str] = ()
     filled: Event = field(default_factory=Event)
 
 
@@ -136,10 +135,7 @@ class TaskTensors:
         }
         sections = {Section.WEIGHTS: weights, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
         home = HostStore(sections, pinned=self.pinned, file=file)
-        for name in shard.owned:
-            self._tensors[name].data = home.views[Section.WEIGHTS][name]
-        for name in shard.trained:
-            self._bind(name, home.views)
+        self._bind(shard.owned, home.views)
         return home
 
     @cached_property
@@ -156,12 +152,13 @@ class TaskTensors:
             stacks[name] = tuple((kind, f"{name} {kind}") for kind in kinds)
         return stacks
 
-    def _bind(self, name: str, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
-        """Point a trained parameter and its optimizer state to the memory of ``views``."""
-        tensor = self._tensors[name]
-        tensor.data = views[Section.WEIGHTS][name]
-        for kind, key in self._stacks[name]:
-            self.optimizer.state[tensor][kind] = views[Section.OPTIMIZER][key]
+    def _bind(self, names: Iterable[str], views: Mapping[Section, Mapping[str, Tensor]]) -> None:
+        """Point tensors, and the optimizer state of trained ones, to the memory of ``views``."""
+        for name in names:
+            tensor = self._tensors[name]
+            tensor.data = views[Section.WEIGHTS][name]
+            for kind, key in self._stacks.get(name, ()):
+                self.optimizer.state[tensor][kind] = views[Section.OPTIMIZER][key]
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -266,26 +263,16 @@ class TaskTensors:
     def bind(self, shard: int) -> None:
         """Point all array tensors that a loaded shard owns to its device memory, until it is evicted."""
         loaded_shard = self._loaded_shards[shard]
-        if not loaded_shard.whole:
-            self._bind_trained(shard, loaded_shard)
-            self._bind_others(shard, loaded_shard.copy.views)
-            loaded_shard.whole = True
-
-    def _bind_trained(self, shard: int, loaded_shard: _LoadedShard) -> None:
-        if not loaded_shard.bound:
-            for name in self.shards[shard].trained:
-                self._bind(name, loaded_shard.copy.views)
-            loaded_shard.bound = True
-
-    def _bind_others(self, shard: int, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
-        for name in self.shards[shard].owned:
-            if name not in self._trained:
-                self._tensors[name].data = views[Section.WEIGHTS][name]
+        if loaded_shard.bound != self.shards[shard].owned:
+            loaded_shard.bound = self.shards[shard].owned
+            self._bind(loaded_shard.bound, loaded_shard.copy.views)
 
     def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
         """Do an optimizer step for the parameters of a loaded shard that have ``gradients``."""
         loaded_shard = self._loaded_shards[shard]
-        self._bind_trained(shard, loaded_shard)
+        if not loaded_shard.bound:
+            loaded_shard.bound = self.shards[shard].trained
+            self._bind(loaded_shard.bound, loaded_shard.copy.views)
         params = [self._tensors[name] for name in gradients]
         for param, gradient in zip(params, gradients.values(), strict=True):
             param.grad = gradient
@@ -303,11 +290,8 @@ class TaskTensors:
             loaded_shard, home = self._loaded_shards.pop(shard), self._homes[shard]
             self._leaving[shard] = loaded_shard, Event()
         if loaded_shard.bound:
-            for name in self.shards[shard].trained:
-                self._bind(name, home.views)
+            self._bind(loaded_shard.bound, home.views)
             self.optimizer.forget()
-        if loaded_shard.whole:
-            self._bind_others(shard, home.views)
         changed: dict[Section, list[str]] = {section: [] for section in loaded_shard.copy.buffers}
         for section, name in loaded_shard.changed:
             changed[section].append(name)
@@ -343,11 +327,7 @@ class TaskTensors:
         """
         self.settle()
         with self._lock:
-            away = [
-                (shard, loaded_shard)
-                for shard, loaded_shard in self._loaded_shards.items()
-                if loaded_shard.bound or loaded_shard.whole
-            ]
+            away = [(shard, loaded_shard) for shard, loaded_shard in self._loaded_shards.items() if loaded_shard.bound]
         before = {shard: {name: self._tensors[name].data for name in self.shards[shard].owned} for shard, _ in away}
         for shard in before:
             self._bind_weights(self._homes[shard].views[Section.WEIGHTS])

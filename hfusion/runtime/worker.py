@@ -186,24 +186,15 @@ class _Reporter(Thread):
 
 
 class DeviceWorker:
-    """The worker of `hfusion.train`. ``began``: its start, by `time.perf_counter`.
+    """The worker of `hfusion.train`. ``began``: its start, by `time.perf_counter`."""
 
-    ``save(task)`` is called in the compute lane if a save is due after a unit.
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[tuple[str, torch.device]],
-        trainings: Sequence[Training],
-        save: Callable[[int], None],
-    ) -> None:
+    def __init__(self, devices: Sequence[tuple[str, torch.device]], trainings: Sequence[Training]) -> None:
         self.ended: SimpleQueue[_Job] = SimpleQueue()
         self.stopping = False
         # For each task, the name of the device that computes it or did so last.
         self.computing: dict[int, str] = {}
         self._devices, self._names = [device for _, device in devices], [name for name, _ in devices]
         self._trainings = trainings
-        self._save = save
         self._gate = Gate()
         self.began = perf_counter()
         self._heard = 0.0
@@ -304,25 +295,18 @@ class DeviceWorker:
         mark_evicted, copies = partial(training.state.mark_evicted, action.shard), partial(copy_now, moves)
         return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, mark_evicted, always=True))
 
-    def save(self, task: int) -> None:
-        """Save a task, in its compute lane."""
-        self._trainings[task].state.settle()
-        # If the run is being aborted, evictions may be incomplete.
-        if not self.stopping:
-            self._save(task)
-
     def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
         training = self._trainings[task]
         if training.over:
             return
         if act is Act.SAVE:
-            self.save(task)
-            return
-        if act is Act.RECOMPUTE:
+            training.save()
+        elif act is Act.RECOMPUTE:
             training.recompute(unit, device, self._gate)
         elif act is Act.STEP:
             training.update(unit, self._gate)
         else:
             training.run(unit, device, self._gate)
-        if act is Act.STEP or (act is not Act.RECOMPUTE and not (unit.updates and unit.phase is Phase.BACKWARD)):
+        computed = act not in (Act.SAVE, Act.RECOMPUTE) and not (unit.updates and unit.phase is Phase.BACKWARD)
+        if act is Act.STEP or computed:
             training.ran(unit)

@@ -132,10 +132,15 @@ class Border:
         if training.over or (unit.phase is Phase.BACKWARD and unit.shard == 0):
             self.reach(training.minibatches, training.over)
         if training.over:
-            self.save()
+            self._save()
 
     def save(self) -> None:
-        """Save the array between units, if it is saved."""
+        """Save the array in the lane that computes it, between two units."""
+        self.training.state.settle()
+        if not self.aborted():
+            self._save()
+
+    def _save(self) -> None:
         if self.saves is not None:
             self.saves.save(self)
             self.note_end()

@@ -253,13 +253,13 @@ class _TrainRun:
 
     def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-        worker = DeviceWorker(devices, self.trainings, lambda index: self.borders[index].save())
+        worker = DeviceWorker(devices, self.trainings)
         self._computing = worker.computing
         for index, border in enumerate(self.borders):
             border.aborted = lambda: worker.stopping
             if bars is not None:
                 border.reach = partial(bars.reach, index)
-            border.training.ended, border.training.save = border.ended, partial(worker.save, index)
+            border.training.ended, border.training.save = border.ended, border.save
         first = [border.units for border in self.borders]
         scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
         engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)

@@ -308,6 +308,6 @@ def _executor(
         info = DeviceInfo(own.name, own.physical, own.memory, machine.calibrate()[own.name])
         return LocalExecutor(info, recipe, forks)
     # Imported late: a sweep in one process does not need clusters.
-    from hfusion.cluster.process_executor import ProcessExecutor
+    from hfusion.cluster.node import ProcessExecutor
 
     return ProcessExecutor(machine)

@@ -253,14 +253,13 @@ class TrialRows:
 
     def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
         """Copy members by pairs of tags ``(source, target)``; targets get the hyper-parameters of ``suggestions``."""
-        from hfusion.population.group_step import limit_norms
-
         rows = [[self.population.row(pair[position]) for pair in pairs] for position in range(2)]
         self.population.copy(*rows)
         for (_, tag), suggestion in zip(pairs, suggestions, strict=True):
             self._write(tag, suggestion.hypers)
             if suggestion.clip_norm is not None:
-                limit_norms(self.population, [self.population.row(tag)], suggestion.clip_norm)
+                group, row = self.population._layout.slot_of(self.population.row(tag))
+                group.table["clip_norm"][row] = suggestion.clip_norm
 
     def leave(self, tag: str) -> nn.Module:
         """Free the row of a member, and return its model."""
