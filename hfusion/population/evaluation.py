@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.compiler.arguments import Arguments, map_leaf, row_of_leaf
+from hfusion.compiler.arguments import Arguments, row_of_leaf
 from hfusion.core.calls import Ragged, StackedInput, call_arguments, entry_counts, is_stacked, stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.layout import Listed, member_values, same_value, values_of
-from hfusion.device.backend import sent
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -250,11 +249,6 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     return weighted_loss
 
 
-def weigh_samples(target: Any, weights: Any, device: torch.device) -> dict[str, Any]:
-    """Return ``target`` with the weights of its samples, for `sample_weighted`; None: all samples count as 1."""
-    return {"target": target, "samples": map_leaf(weights, lambda tensor: sent(tensor, device))}
-
-
 def check_keyword(kind: type[nn.Module], name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
     if name in _parameters(kind.forward):
@@ -295,7 +289,9 @@ def rows_of_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> A
 
 
 def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loss for targets of `weigh_samples`: of mean losses, the sum of weights times losses by that of weights.
+    """Return a loss for a target with the weights of its samples: the mean loss by weights, or the sum.
+
+    The target is a dict of the ``target`` and its ``samples``, the weights; None: all count as 1.
 
     Raises ValueError for a loss that has no values of single samples.
     """

@@ -23,7 +23,7 @@ from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import check_materialized, device_of, tensors
 from hfusion.checkpoint.save import member_stacks
-from hfusion.compiler.arguments import row_of_leaf
+from hfusion.compiler.arguments import map_leaf, row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked, stacked, take_entries
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.member_table import MemberTable, Widths
@@ -40,7 +40,6 @@ from hfusion.population.evaluation import (
     entry_bytes,
     evaluating_model,
     sample_weighted,
-    weigh_samples,
     weighted,
     with_row,
 )
@@ -269,7 +268,8 @@ class TrainingGroup:
         if weighs != self._weighs:
             self._make_step(*weighs)
         if weighs[1]:
-            target = weigh_samples(target, of_rows, device_of(self.fused))
+            device = device_of(self.fused)
+            target = {"target": target, "samples": map_leaf(of_rows, lambda tensor: sent(tensor, device))}
         if weighs[0]:
             shares = columns["accumulate"].double().reciprocal()
             shares = shares if self.scaler is None else self.scaler.scale(shares)

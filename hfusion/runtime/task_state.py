@@ -449,7 +449,12 @@ def _mapped(file: Path, size: int) -> Tensor:
         with file.open("wb") as target:
             target.write(len(header).to_bytes(8, "little") + header)
             target.flush()
-            _reserve(target.fileno(), start + size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(target.fileno(), 0, start + size)
+            else:
+                block = bytes(1 << 20)
+                for written in range(start, start + size, len(block)):
+                    target.write(block[: start + size - written])
     except OSError as error:
         raise SpillError(
             f"cannot spill {size:,} bytes to {file}: {error.strerror}; free space there, name another folder as the "
@@ -459,16 +464,6 @@ def _mapped(file: Path, size: int) -> Tensor:
         return torch.from_file(str(file), shared=True, size=start + size, dtype=torch.uint8)[start:]
     except RuntimeError as error:
         raise SpillError(f"the spill file {file} is gone or cannot be mapped: {error}") from error
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        block = bytes(1 << 20)
-        written = os.fstat(descriptor).st_size
-        while written < size:
-            written += os.write(descriptor, block[: size - written])
 
 
 # Memory copies between two storages, or two contiguous tensors of one dtype.

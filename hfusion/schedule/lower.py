@@ -100,7 +100,8 @@ class _ActionList:
 
     def _forward(self, index: int) -> None:
         part = self.shards[index]
-        if self._backward_follows(index):
+        if index == len(self.shards) - 1:
+            # The backward follows immediately, so that saved activations take memory from now on.
             held = self._held(part)
             self._load_needed_shards(index, self._sections, held, held + self._at(index))
             self._compute(Act.FORWARD, index, part.forward, self._alive_between(index) + part.workspace, part.workspace)
@@ -113,7 +114,7 @@ class _ActionList:
     def _backward(self, index: int) -> None:
         part = self.shards[index]
         more = max(0, part.peak - part.activations)
-        if self._backward_follows(index):
+        if index == len(self.shards) - 1:
             self._compute(Act.BACKWARD, index, part.backward, more, more + self._alive_between(index))
         else:
             self._load_needed_shards(index, self._sections, self._held(part) + self._at(index) + part.boundary)
@@ -148,10 +149,6 @@ class _ActionList:
 
     def _pins(self, index: int) -> bool:
         return self.keeps_last and index == len(self.shards) - 1
-
-    def _backward_follows(self, index: int) -> bool:
-        """Return whether the backward follows immediately, so that saved activations take memory from then on."""
-        return index == len(self.shards) - 1
 
     def _at(self, index: int) -> int:
         """Return the bytes of values at the input cut."""

@@ -141,15 +141,6 @@ class TaskPlan:
             raise PlanError(
                 f"task {self.name!r} is saved every {self.save_every} minibatches: give at least 1, or None"
             )
-        self._check_shards()
-
-    def named(self, name: str) -> TaskPlan:
-        """Return this plan with another name. Cached properties are copied."""
-        plan = replace(self, name=name)
-        vars(plan).update({key: value for key, value in vars(self).items() if key != "name"})
-        return plan
-
-    def _check_shards(self) -> None:
         if self.resident and len(self.shards) > 1:
             raise PlanError(
                 f"task {self.name!r} is resident in {len(self.shards)} shards. Give a resident task one shard, or let "
@@ -161,6 +152,12 @@ class TaskPlan:
             if position and self.shards[position - 1].last != shard.first:
                 gap = f"shard {position} begins at node {shard.first}"
                 raise PlanError(f"task {self.name!r}: {gap}, the one before ends at {self.shards[position - 1].last}")
+
+    def named(self, name: str) -> TaskPlan:
+        """Return this plan with another name. Cached properties are copied."""
+        plan = replace(self, name=name)
+        vars(plan).update({key: value for key, value in vars(self).items() if key != "name"})
+        return plan
 
     @cached_property
     def _epoch(self) -> int:
@@ -410,9 +407,6 @@ class Plan:
                 raise PlanError(f"{label} is {rate} bytes/s: it must be positive")
         if not 0 <= self.action_seconds < math.inf:
             raise PlanError(f"action_seconds is {self.action_seconds}: it must be finite and at least 0")
-        self._check_room()
-
-    def _check_room(self) -> None:
         largest = max(self.devices, key=lambda name: self.devices[name])
         budget = self.devices[largest]
         for task in self.tasks:
@@ -482,12 +476,9 @@ class Plan:
         return folded(self._headline(), html_table(_HEAD, rows, len(self.tasks)), is_open=True)
 
 
-def _stays(task: TaskPlan) -> str:
-    """Describe the shards that a task keeps on its device."""
-    return "all" if task.resident else readable(sum(map(task.host_bytes, task.pinned))) if task.pinned else "-"
-
-
 def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:
+    # What the task keeps on its device.
+    stays = "all" if task.resident else readable(sum(map(task.host_bytes, task.pinned))) if task.pinned else "-"
     return (
         task.name,
         "resident" if task.resident else "spilled",
@@ -495,7 +486,7 @@ def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:
         str(len(task.shards)),
         str(task.steps),
         f"{task.step_seconds:.4g}",
-        _stays(task),
+        stays,
         readable(task.device_bytes),
         f"{task.device_bytes / largest:.0%}" if largest else "-",
         readable(sum(task.moved_bytes)),

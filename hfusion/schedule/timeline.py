@@ -184,27 +184,28 @@ class Timeline:
         STEP where the plan has one; shards that compute are loaded; a shard is in one place only, and back on the
         host at the end; a lane does one action at a time; no budget is exceeded.
         """
-        self._check_names(plan)
+        if set(self.devices) != set(plan.devices):
+            raise TimelineError(f"the devices are {self.devices}, those of the plan are {tuple(plan.devices)}")
+        shards = {task.name: len(task.shards) for task in plan.tasks}
+        for action in self.actions:
+            if action.device not in plan.devices or not 0 <= action.shard < shards.get(action.task, 0):
+                raise TimelineError(f"the plan has no such device, task or shard: {action}")
+            if not (0 <= action.start <= action.end < math.inf and action.bytes >= 0):
+                raise TimelineError(f"time runs backwards or bytes are negative: {action}")
         by_task: dict[str, list[Span]] = {task.name: [] for task in plan.tasks}
         for action in sorted(self.actions, key=lambda action: action.start):
             by_task[action.task].append(action)
         for task in plan.tasks:
             _check_units(task, by_task[task.name])
             _check_places(task, by_task[task.name])
-        _check_lanes(self.actions)
+        lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        for action in sorted(self.actions, key=lambda action: (action.start, action.end)):
+            lanes[action.device, action.act.lane].append(action)
+        for (device, lane), spans in lanes.items():
+            _check_apart(spans, f"lane {lane} of device {device!r} does two things at a time")
         for name, peak in self.peak.items():
             if peak > plan.devices[name]:
                 raise TimelineError(f"device {name!r} holds {peak:,} bytes, its budget is {plan.devices[name]:,}")
-
-    def _check_names(self, plan: Plan) -> None:
-        if set(self.devices) != set(plan.devices):
-            raise TimelineError(f"the devices are {self.devices}, those of the plan are {tuple(plan.devices)}")
-        tasks = {task.name: len(task.shards) for task in plan.tasks}
-        for action in self.actions:
-            if action.device not in plan.devices or not 0 <= action.shard < tasks.get(action.task, 0):
-                raise TimelineError(f"the plan has no such device, task or shard: {action}")
-            if not (0 <= action.start <= action.end < math.inf and action.bytes >= 0):
-                raise TimelineError(f"time runs backwards or bytes are negative: {action}")
 
     def summary(self) -> str:
         """Return how busy each device was, its peak memory, and when each task ran: at most ten rows each."""
@@ -340,28 +341,14 @@ def _check_places(task: TaskPlan, actions: list[Span]) -> None:
         else:
             computed[action.shard] = action
             if action.act is not Act.SAVE:
-                _check_use(task, action, load, evicted, left_at)
+                phase = Phase.UPDATE if action.act is Act.STEP and task.clipped else PHASES[action.act]
+                needed = task.unit_actions[phase, action.shard].evict.frees
+                if load.bytes < needed:
+                    raise TimelineError(f"{load} holds less than the {needed:,} bytes that this needs: {action}")
+                device, last = left_at or (action.device, 0)
+                out = evicted.get(last)
+                if device != action.device and (out is None or out.device != device or out.end > load.start):
+                    raise TimelineError(f"what the task left on {device!r} is not yet evicted when {load} begins")
             left_at = (action.device, action.shard)
     if loaded:
         raise TimelineError(f"the shard is never evicted after {next(iter(loaded.values()))}")
-
-
-def _check_use(
-    task: TaskPlan, action: Span, load: Span, evicted: dict[int, Span], left_at: tuple[str, int] | None
-) -> None:
-    phase = Phase.UPDATE if action.act is Act.STEP and task.clipped else PHASES[action.act]
-    required_bytes = task.unit_actions[phase, action.shard].evict.frees
-    if load.bytes < required_bytes:
-        raise TimelineError(f"{load} holds less than the {required_bytes:,} bytes that this needs: {action}")
-    if left_at is not None and left_at[0] != action.device:
-        out = evicted.get(left_at[1])
-        if out is None or out.device != left_at[0] or out.end > load.start:
-            raise TimelineError(f"what the task left on {left_at[0]!r} is not yet evicted when {load} begins")
-
-
-def _check_lanes(actions: Iterable[Span]) -> None:
-    lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for action in sorted(actions, key=lambda action: (action.start, action.end)):
-        lanes[action.device, action.act.lane].append(action)
-    for (device, lane), spans in lanes.items():
-        _check_apart(spans, f"lane {lane} of device {device!r} does two things at a time")

@@ -154,8 +154,22 @@ class Task:
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_models()
+        if not isinstance(self.name, str) or self.name.split() != [self.name]:
+            raise PlanError(f'task {self.name!r}: a name is one word without spaces, such as "first-sweep"')
+        if not all(_whole(count) and count >= 1 for count in (self.epochs, self.accumulate)):
+            counts = f"epochs={self.epochs!r}, accumulate={self.accumulate!r}"
+            raise PlanError(f"task {self.name!r} has {counts}: give whole numbers of at least 1")
+        # As `torch.manual_seed` takes it.
+        if self.seed is not None and not (_whole(self.seed) and -(1 << 63) <= self.seed < 1 << 64):
+            raise PlanError(f"task {self.name!r}: the seed is {self.seed!r}: give a whole number of 64 bits, or None")
+        for model in listed_models(self) if isinstance(self.models, nn.Module | Sequence) else [self.models]:
+            if not isinstance(model, nn.Module):
+                raise PlanError(
+                    f"task {self.name!r}: models must be one module, a list of them, or a fused array, got "
+                    f"{type(model).__name__}"
+                )
+        if not isinstance(self.models, nn.Module) and not self.models:
+            raise PlanError(f"task {self.name!r} has no models: give at least one")
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
             raise PlanError(f"task {self.name!r}: callbacks is {self.callbacks!r}; give a list of functions")
         try:
@@ -180,29 +194,6 @@ class Task:
                 "one from the parameters, or fuse the models before"
             )
         self._check_scheduler()
-
-    def _check_numbers(self) -> None:
-        if not isinstance(self.name, str) or self.name.split() != [self.name]:
-            raise PlanError(f'task {self.name!r}: a name is one word without spaces, such as "first-sweep"')
-        if not all(_whole(count) and count >= 1 for count in (self.epochs, self.accumulate)):
-            counts = f"epochs={self.epochs!r}, accumulate={self.accumulate!r}"
-            raise PlanError(f"task {self.name!r} has {counts}: give whole numbers of at least 1")
-        # As `torch.manual_seed` takes it.
-        if self.seed is not None and not (_whole(self.seed) and -(1 << 63) <= self.seed < 1 << 64):
-            raise PlanError(f"task {self.name!r}: the seed is {self.seed!r}: give a whole number of 64 bits, or None")
-
-    def _check_models(self) -> None:
-        models: Any = self.models
-        if isinstance(models, nn.Module):
-            return
-        for model in models if isinstance(models, Sequence) else [models]:
-            if not isinstance(model, nn.Module):
-                raise PlanError(
-                    f"task {self.name!r}: models must be one module, a list of them, or a fused array, got "
-                    f"{type(model).__name__}"
-                )
-        if not models:
-            raise PlanError(f"task {self.name!r} has no models: give at least one")
 
     def _check_scheduler(self) -> None:
         scheduler, about = self.scheduler, f"task {self.name!r}: the scheduler"

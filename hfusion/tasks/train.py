@@ -36,7 +36,7 @@ from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine, Slices, TaskFailed
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy
-from hfusion.schedule.timeline import Span, Timeline
+from hfusion.schedule.timeline import Span
 from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import train_step
 from hfusion.tasks.arrange import Arrangement
@@ -285,17 +285,6 @@ class _TrainRun:
             raise TrainError.of([name], cause or failed, report) from cause
         return self._report(engine, list(range(len(self.trainings))))
 
-    def _timeline(self, engine: Engine) -> Timeline:
-        """Return the timeline of the run, with the slices split into minibatches."""
-        sliced = {training.plan.name: training for training in self.trainings if isinstance(training, ResidentTraining)}
-        whole, actions, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
-        for span in whole.actions:
-            (slices[span.task] if span.task in sliced else actions).append(span)
-        for name, resident in sliced.items():
-            actions += resident.slices.spans(slices[name], resident.first, resident.minibatches)
-        actions.sort(key=lambda span: span.start)
-        return replace(whole, actions=tuple(actions))
-
     def _report(self, engine: Engine, done: Sequence[int]) -> Report:
         arrays, finished = defaultdict[Task, list[int]](list), set(done)
         for index, arrangement in enumerate(self.arrangements):
@@ -305,7 +294,15 @@ class _TrainRun:
             for task, group in arrays.items()
             if finished.issuperset(group)
         }
-        return Report(tasks, self.plan, self._timeline(engine), engine.peak)
+        # The slices of resident tasks are split into minibatches.
+        sliced = {training.plan.name: training for training in self.trainings if isinstance(training, ResidentTraining)}
+        whole, actions, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
+        for span in whole.actions:
+            (slices[span.task] if span.task in sliced else actions).append(span)
+        for name, resident in sliced.items():
+            actions += resident.slices.spans(slices[name], resident.first, resident.minibatches)
+        timeline = replace(whole, actions=tuple(sorted(actions, key=lambda span: span.start)))
+        return Report(tasks, self.plan, timeline, engine.peak)
 
     def _part(self, index: int) -> TaskReport:
         """Return the results of an array."""

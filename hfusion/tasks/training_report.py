@@ -161,20 +161,18 @@ class Report(Mapping[str, TaskReport]):
         peaks = [f"{_cut(n)} {readable(size)} of {readable(self.plan.devices[n])}" for n, size in self.peak.items()]
         rest = f", and {len(peaks) - _MAX_DEVICES} more" if len(peaks) > _MAX_DEVICES else ""
         titles = ["task", "members", "stopped", "minibatches", "metric", "best", "member", "lr", "median", "worst"]
-        rows = [_task_row(name, task) for name, task in self.items()]
+        rows = []
+        for name, task in self.items():
+            final, order = task.final_losses, task.ranked
+            best, middle, worst = order[0], order[(len(order) - 1) // 2], order[-1]
+            counts = [str(number) for number in (len(order), len(task.stopped), len(task.losses))]
+            member = [_short(final[best]), str(best), _short(task.rates[best])]
+            rows.append([_cut(name), *counts, task.metric, *member, _short(final[middle]), _short(final[worst])])
         table = aligned([titles, *_shortened(rows, last=1)], left=1) if rows else []
         lines = [head, f"peak: {', '.join(peaks[:_MAX_DEVICES])}{rest}", *table]
         return "\n".join(text[:_COLUMNS] for text in lines)
 
     __repr__ = __str__
-
-
-def _task_row(name: str, task: TaskReport) -> list[str]:
-    final, order = task.final_losses, task.ranked
-    best, middle, worst = order[0], order[(len(order) - 1) // 2], order[-1]
-    counts = [str(number) for number in (len(order), len(task.stopped), len(task.losses))]
-    member = [_short(final[best]), str(best), _short(task.rates[best])]
-    return [_cut(name), *counts, task.metric, *member, _short(final[middle]), _short(final[worst])]
 
 
 def _short(value: Tensor) -> str:
