@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Call:
 
     def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def row(leaf: Any) -> Any:
-            return leaf.tensor[member] if is_stacked(leaf) else leaf
+            return leaf[member] if isinstance(leaf, hf.Ragged) else leaf.tensor[member] if is_stacked(leaf) else leaf
 
         args, kwargs = pytree.tree_map(row, (self.args, self.kwargs), is_leaf=is_stacked)
         return args, kwargs
@@ -101,6 +102,34 @@ def compare_call(
             _backward(outputs)
         _compare_gradients(fused, alone, what)
     compare_tensors(fused, alone, what)
+
+
+def assert_trained_alone(
+    models: Sequence[nn.Module],
+    loss: Callable[..., Tensor],
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    optimizer: str = "SGD",
+    lr: float = 0.1,
+    compile: bool = False,
+    **options: Any,
+) -> Any:
+    """Train an array of ``models`` by `hf.train_step`, and the models alone, and compare every step; returns the step.
+
+    Args:
+        options: of the optimizer.
+    """
+    fused, make = hf.fuse(models), partial(getattr(torch.optim, optimizer), **options)
+    opt = getattr(hf.optim, optimizer)(fused.parameters(), lr=lr, **options)
+    step = hf.train_step(fused, loss, opt, compile=compile)
+    members = [Member(model, make, loss, Own(lr)) for model in models]
+    for number, batch in enumerate(batches):
+        args = [call(*batch).of_member(row)[0] for row in range(len(models))]
+        expected = [member.call(*own)[0] for member, own in zip(members, args, strict=True)]
+        close(step(*batch), expected, f"losses of step {number}")
+        _compare_gradients(fused, models, f"step {number}")
+        compare_tensors(fused, models, f"step {number}")
+    return step
 
 
 def compare_tensors(fused: hf.FusedModule, alone: Sequence[nn.Module], what: str) -> None:

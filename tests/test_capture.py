@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.program import Capture
-from tests.alone import Branch, Member, Own, assert_alone, compare_call, normal
+from tests.alone import Branch, assert_alone, assert_trained_alone, compare_call, normal
 
 # How often forward is traced and run: captures are found again, and few runs answer all questions of one.
 SCALE = 2.0
@@ -191,14 +190,8 @@ def loss(output: Any, target: Tensor) -> Tensor:
 def test_losses_read_their_attributes(name: str, compile: bool) -> None:
     models: list[nn.Module] = [Net(OUTPUTS[name]) for _ in range(2)]
     x, target = normal(5, 4), normal(5, 3)
-    fused = hf.fuse(models)
-    alone = [Member(copy.deepcopy(model), torch.optim.SGD, loss, Own(0.1)) for model in models]
-    assert type(fused(x)) is type(models[0](x))
-    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
-    for _ in range(3):
-        losses = step(x, target)
-        expected = torch.stack([member.call(x, target)[0] for member in alone])
-        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
+    assert type(hf.fuse(models)(x)) is type(models[0](x))
+    step = assert_trained_alone(models, loss, [(x, target)] * 3, compile=compile)
     assert compile == all(row.how != "eager" for row in step.report().rows)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import hfusion as hf
-from tests.alone import Member, Own, close, compare_tensors, normal
+from tests.alone import Member, Own, assert_trained_alone, compare_tensors, normal
 from tests.forwards import gradients, numbers, outside, reads, sizes, state, submodules, tools, writes
 from tests.forwards.table import Row, module
 
@@ -51,14 +50,8 @@ def mean(y: Any, _: Any = None) -> Tensor:
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.filterwarnings("ignore:.* runs in a loop over members")
 def test_a_compiled_step_trains_as_alone(name: str) -> None:
-    models = BY_NAME[name].models()
-    batches = [x for x in BY_NAME[name].calls() if isinstance(x, Tensor)][:3] * 2
-    fused = hf.fuse(copy.deepcopy(models))
-    step = hf.train_step(fused, mean, hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9), compile=True)
-    members = [Member(model, partial(torch.optim.SGD, momentum=0.9), mean, Own(0.1)) for model in models]
-    for x in batches:
-        close(step(x, x), [member.call(x, x)[0] for member in members], "losses")
-    compare_tensors(fused, models, "after the steps")
+    batches = [(x, x) for x in BY_NAME[name].calls() if isinstance(x, Tensor)][:3] * 2
+    assert_trained_alone(BY_NAME[name].models(), mean, batches, momentum=0.9, compile=True)
 
 
 NESTED = ["backward in backward: a part in another", "backward in backward: the whole"]

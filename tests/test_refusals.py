@@ -51,9 +51,9 @@ def holding(**attributes: Any) -> nn.Module:
     return module
 
 
-def partly_shared() -> list[nn.Module]:
+def partly_shared(one: int = 0, other: int = 1) -> list[nn.Module]:
     models = [mlp() for _ in range(3)]
-    models[1][0] = models[0][0]
+    models[other][0] = models[one][0]
     return [*models]
 
 
@@ -217,6 +217,10 @@ FUSE = {
     "hf.fuse([two_layers(memory=ONE[0]), two_layers(memory=ONE[0])])": "1.weight of model 0 and 1.weight of model 1",
     "hf.fuse([overlapping(), overlapping()])": r"model 0: 0\.weight and 1\.weight share memory",
     "hf.fuse(partly_shared())": "0.bias is one object in some models but not in all",
+    "hf.fuse(partly_shared(0, 2))": "0.bias is one object in some models but not in all",
+    "hf.fuse(partly_shared(1, 2))": "0.bias is one object in some models but not in all",
+    "hf.build(iter(partly_shared()).__next__, seeds=[0, 1, 2])": "0.bias is one object in some models but not in all",
+    "hf.fuse([nn.Sequential(ONE[0], nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), ONE[0])])": "is one object in",
     "hf.fuse([nn.LazyLinear(3)])": "weight of a lazy module is not initialized; call each model once",
     "hf.fuse([Listing()])": r"layers.0 holds .*Linear,? that is not registered.*nn.ModuleList",
     "hf.fuse([holding(scale=torch.ones(4, requires_grad=True))])": "scale is a tensor that requires grad but no param",

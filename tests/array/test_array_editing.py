@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from hfusion.compiler import compiled_program as compiling
 from hfusion.core.membership import membership
 from tests.alone import Member, Own, close, compare_call, normal
 from tests.array.test_fuse import Adapted, base
+from tests.forwards.table import branch, linear, module
 
 
 class Net(nn.Module):
@@ -37,30 +38,16 @@ class Net(nn.Module):
         return self.last(h) + self.shift.to(h).sum()
 
 
-class Branching(nn.Module):
-    """Decides on values, so that its members run one after another."""
-
-    def __init__(self, scale: float = 2.0) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4).double()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y * self.scale if y.sum() > 0 else y - 1
-
-
+# Decides on values, so that its members run one after another.
+Branching = module(lambda self, x: branch(self.fc(x)) * self.scale, fc=linear, scale=2.0)
 _BASE = nn.Linear(4, 4).double().requires_grad_(False)
+OnBase = module(lambda self, x: self.head(self.base(x).relu()), base=lambda: _BASE, head=linear)
 
 
-class OnBase(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = _BASE
-        self.head = nn.Linear(4, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.base(x).relu())
+def scaled(scale: float) -> nn.Module:
+    model = Branching()
+    model.scale = scale
+    return cast(nn.Module, model)
 
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {
@@ -68,53 +55,18 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "scalars": lambda member: Net(slope=0.1 * (member % 3)),
     "constants": lambda member: Net(shift=float(member % 2)),
     "own code": lambda member: Branching(),
-    "own code, scalars": lambda member: Branching(2.0 + member % 3),
+    "own code, scalars": lambda member: scaled(2.0 + member % 3),
     "shared base": lambda member: OnBase(),
 }
 
-Change = Callable[[hf.FusedModule, list[nn.Module], Callable[[int], nn.Module]], list[nn.Module]]
-
-
-def _kept(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
-    fused.keep([3, 0, 1])
-    return [alone[3], alone[0], alone[1]]
-
-
-def _permuted(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
-    fused.keep([2, 0, -1, 1])
-    return [alone[2], alone[0], alone[3], alone[1]]
-
-
-def _copied(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
-    fused.copy([0, 1], [1, 2])
-    return [alone[0], copy.deepcopy(alone[0]), copy.deepcopy(alone[1]), alone[3]]
-
-
-def _spread(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
-    fused.copy(3, [0, 2])
-    return [copy.deepcopy(alone[3]), alone[1], copy.deepcopy(alone[3]), alone[3]]
-
-
-def _grown(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
-    more = [make(1), make(2)]
-    fused.append(more)
-    return [*alone, *copy.deepcopy(more)]
-
-
-def _replaced(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
-    more = [make(0), make(2)]
-    fused.put([3, 1], more)
-    return [alone[0], copy.deepcopy(more[1]), alone[2], copy.deepcopy(more[0])]
-
-
-# In this order, one after the other.
-CHANGES: dict[str, Change] = {
-    "permute": _permuted,
-    "copy": _copied,
-    "spread": _spread,
-    "put": _replaced,
-    "append": _grown,
-    "keep": _kept,
+# In this order, one after the other: what is done with two more models, 4 and 5, and who the members are then.
+CHANGES: dict[str, tuple[Callable[[hf.FusedModule, list[nn.Module]], object], list[int]]] = {
+    "permute": (lambda fused, more: fused.keep([2, 0, -1, 1]), [2, 0, 3, 1]),
+    "copy": (lambda fused, more: fused.copy([0, 1], [1, 2]), [0, 0, 1, 3]),
+    "spread": (lambda fused, more: fused.copy(3, [0, 2]), [3, 1, 3, 3]),
+    "put": (lambda fused, more: fused.put([3, 1], more), [0, 5, 2, 4]),
+    "append": (lambda fused, more: fused.append(more), [0, 1, 2, 3, 4, 5]),
+    "keep": (lambda fused, more: fused.keep([3, 0, 1]), [3, 0, 1]),
 }
 
 
@@ -148,8 +100,11 @@ def test_members_after_a_change_equal_members_alone(kind: str, captures: list[An
     _same(fused, alone)
     params, captures_before = list(fused.parameters()), len(captures)
     assert captures_before
-    for name, change in CHANGES.items():
-        alone = change(fused, alone, KINDS[kind])
+    for name, (change, sources) in CHANGES.items():
+        more = [KINDS[kind](0), KINDS[kind](2)]
+        members = [*alone, *copy.deepcopy(more)]
+        change(fused, more)
+        alone = [copy.deepcopy(members[source]) for source in sources]
         _same(fused, alone)
         _same(fused, alone)
         assert len(fused) == len(alone), name
@@ -172,17 +127,12 @@ def test_original_models_are_known_as_long_as_their_members_are() -> None:
     assert fused.origin(models[1].first.bias) == (2, "first.bias")
 
 
-def _other_base() -> OnBase:
-    model = OnBase()
-    model.base = copy.deepcopy(_BASE)
-    model.base.weight.data.add_(1)
-    return model
-
-
 def test_another_base_cannot_join() -> None:
-    fused = hf.fuse([OnBase(), OnBase()])
+    fused, other = hf.fuse([OnBase(), OnBase()]), OnBase()
+    other.base = copy.deepcopy(_BASE)
+    other.base.weight.data.add_(1)
     with pytest.raises(hf.FusionError, match="is one tensor for all members"):
-        fused.append([_other_base()])
+        fused.append([other])
 
 
 # Slices of an array: some members, around the memory of their rows.

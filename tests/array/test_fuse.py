@@ -181,16 +181,9 @@ class Named(nn.Module):
 
 
 def test_names_that_collide() -> None:
-    array = assert_collides([Named().double() for _ in range(2)])
-    assert "report.weight" in array.state_dict()
-
-
-def assert_collides(models: list[Any]) -> hf.FusedModule:
-    x = normal(3, 4)
-    array = hf.fuse(models)
-    close(array(x), [model(x) for model in models], "output")
+    array = assert_alone([Named().double() for _ in range(2)], x := normal(3, 4))
     close(copy.deepcopy(array)(x), [model(x) for model in array.unfuse()], "output")
-    return array
+    assert "report.weight" in array.state_dict()
 
 
 # Methods of the members other than forward, called of an array.
@@ -351,27 +344,3 @@ def test_a_frozen_tensor_that_some_members_share(order: str) -> None:
     close(built(x), [model(x) for model in models], "built")
     same = [[torch.equal(m.base[0].weight, n.base[0].weight) for m in models] for n in models]
     assert same == [[a == b for a in order] for b in order]
-
-
-@pytest.mark.parametrize("order", ["AAB", "ABA", "ABB"])
-def test_a_trained_tensor_that_some_members_share_is_refused(order: str) -> None:
-    models = two_bases(order)
-    for model in models:
-        model.base.requires_grad_(True)
-    words = r"base.0.weight is one object in some models but not in all|base.0.bias is one object in some"
-    with pytest.raises(hf.FusionError, match=words):
-        hf.fuse(models)
-    waiting = iter(models)
-    with pytest.raises(hf.FusionError, match=words):
-        hf.build(lambda: next(waiting), seeds=[0, 1, 2])
-
-
-def test_trained_tensors_in_the_same_memory_are_refused() -> None:
-    a, b = nn.Bilinear(4, 4, 4), nn.Bilinear(4, 4, 4)
-    b.weight.data = a.weight.data
-    with pytest.raises(hf.FusionError, match="weight of model 0 and weight of model 1 share memory"):
-        hf.fuse([a, b])
-    first, second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    second[1].weight = first[0].weight
-    with pytest.raises(hf.FusionError, match=r"1.weight is one object in some models"):
-        hf.fuse([first, second])

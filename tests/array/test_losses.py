@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import Call, call, close, normal
+from tests import alone
+from tests.alone import Call, Member, call, normal
 from tests.forwards.table import Sevenfold
 
 # A function per member equals the function called on each member's row, also when what it reads changes.
@@ -119,31 +120,6 @@ def test_changes_of_what_it_reads_are_seen(name: str) -> None:
         check(per_model, function, outputs())
         change(value)
         check(per_model, function, outputs())
-
-
-SETTINGS_ASKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "default dtype": lambda y: y.detach().sum() * (2 if torch.get_default_dtype() == torch.float64 else 3),
-    "dtype of a new tensor": lambda y: y.detach().sum() * (2 if torch.ones(1).dtype == torch.float64 else 3),
-    "autocast": lambda y: y.detach().sum() * (2 if torch.is_autocast_enabled("cpu") else 3),
-    "grad mode": lambda y: y.detach().sum() * (2 if torch.is_grad_enabled() else 3),
-    "threads": lambda y: y.detach().sum() * torch.get_num_threads(),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS_ASKED)
-def test_settings_that_it_asks_for_are_asked_anew(name: str) -> None:
-    function, y, before = SETTINGS_ASKED[name], outputs(), (torch.get_default_dtype(), torch.get_num_threads())
-    per_model = hf.per_model(function)
-    for dtype in (torch.float32, torch.float64) * 2:
-        on = dtype == torch.float64
-        try:
-            torch.set_default_dtype(dtype)
-            torch.set_num_threads(2 if on else 1)
-            with torch.autocast("cpu", torch.bfloat16, enabled=on), torch.set_grad_enabled(on):
-                close(per_model(y), [function(row) for row in y], f"{dtype}")
-        finally:
-            torch.set_default_dtype(before[0])
-            torch.set_num_threads(before[1])
 
 
 class Own:
@@ -273,20 +249,6 @@ def nets(name: str) -> list[nn.Module]:
     return [Net(form, a, seed) for seed, a in enumerate(values)]
 
 
-def alone(models: Sequence[nn.Module], steps: int = 2) -> Tensor:
-    """The losses ``[steps, B]`` of members that train alone."""
-    losses = []
-    for model in copy.deepcopy(list(models)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            value = loss(model(X), Y)
-            value.backward()
-            optimizer.step()
-            losses.append(value.detach())
-    return torch.stack(losses).view(len(models), steps).T
-
-
 def sgd(params: Any) -> hf.optim.SGD:
     return hf.optim.SGD(params, lr=0.05)
 
@@ -302,18 +264,15 @@ def by_population(models: list[nn.Module]) -> Tensor:
     return torch.stack([pop.step(X, Y) for _ in range(2)])
 
 
-CLIENTS = {
-    "train_step": by_step,
-    "Population": by_population,
-}
-
-
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", [by_step, by_population])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings("ignore:train_step")
-def test_a_loss_sees_the_member_s_own_value(name: str, client: str) -> None:
+def test_a_loss_sees_the_member_s_own_value(name: str, client: Callable[[list[nn.Module]], Tensor]) -> None:
     models = nets(name)
-    torch.testing.assert_close(CLIENTS[client](copy.deepcopy(models)), alone(models), rtol=1e-9, atol=0.0)
+    losses = client(copy.deepcopy(models))
+    for row, model in enumerate(models):
+        expected = Member(model, torch.optim.SGD, loss, alone.Own(0.05)).epoch([(X, Y)] * 2)
+        torch.testing.assert_close(losses[:, row], expected, rtol=1e-9, atol=0.0)
 
 
 @pytest.mark.parametrize("name", FORMS)

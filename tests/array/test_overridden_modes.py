@@ -289,7 +289,7 @@ def changed(set_: Callable[[Any], object], value: Any, before: Any) -> Iterator[
         set_(before)
 
 
-# A setting of torch that forward asks for, and a region in which it is another.
+# A setting of torch that forward or a loss asks for, and a region in which it is another.
 SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]]]] = {
     "threads": (
         lambda: torch.get_num_threads() > 2,
@@ -300,6 +300,19 @@ SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractConte
         lambda: changed(torch.use_deterministic_algorithms, True, False),
     ),
     "inference": (lambda: torch.is_inference_mode_enabled(), torch.inference_mode),
+    "gradients": (lambda: not torch.is_grad_enabled(), torch.no_grad),
+    "default dtype": (
+        lambda: torch.get_default_dtype() is torch.float64,
+        lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+    ),
+    "the dtype of a new tensor": (
+        lambda: torch.ones(1).dtype is torch.float64,
+        lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+    ),
+    "autocast": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ),
     "the dtype of autocast": (
         lambda: torch.get_autocast_dtype("cpu") is torch.float16,
         lambda: torch.autocast("cpu", dtype=torch.float16),

@@ -32,7 +32,7 @@ from hfusion.core.gradient_usage import absent_rows
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.core.member_random import MemberSeeds
 from hfusion.core.membership import DifferingMark
-from tests.alone import Branch, Member, Own, close, normal
+from tests.alone import Branch, Member, Own, assert_trained_alone, normal
 from tests.forwards.outside import READS
 from tests.forwards.table import Sevenfold, branch, linear, module, parameter
 from tests.oracle import RELATIVE
@@ -145,14 +145,8 @@ def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
 def train(rounds: int) -> None:
     for _ in range(rounds):
         models = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double() for _ in range(2)]
-        alone = [Member(model, torch.optim.SGD, F.mse_loss, Own(0.1)) for model in copy.deepcopy(models)]
-        fused = hf.fuse(models)
-        step = hf.train_step(
-            fused, lambda out, y: F.mse_loss(out, y), hf.optim.SGD(fused.parameters(), 0.1), compile=False
-        )
         x, y = normal(5, 4), normal(5, 1)
-        for _ in range(2):
-            close(step(x, y), [member.call(x, y)[0] for member in alone], "losses")
+        assert_trained_alone(models, lambda out, y: F.mse_loss(out, y), [(x, y)] * 2)
         hf.fuse([Branch(4, 1).double(), Branch(4, 1).double()])(x)
 
 
@@ -443,14 +437,8 @@ def members(gains: Sequence[float], reads: bool, addresses: bool = False) -> lis
 @pytest.mark.parametrize("gains", [(2.0, 2.0, 2.0), (2.0, 3.0, 2.0)], ids=["equal", "different"])
 def test_an_array_of_marked_parameters_equals_its_members(gains: Sequence[float], reads: bool, addresses: bool) -> None:
     models = members(gains, reads, addresses)
-    fused = hf.fuse(models)
-    x, target = torch.randn(4, 3).double(), torch.randn(4, 3).double()
-    step = hf.train_step(fused, F.mse_loss, hf.optim.Adam(fused.parameters(), lr=0.1), compile=False)
-    alone = [Member(model, torch.optim.Adam, F.mse_loss, Own(0.1)) for model in models]
-    for _ in range(3):
-        step(x, target)
-        for member in alone:
-            member.call(x, target)
+    x, target = normal(4, 3), normal(4, 3)
+    fused = assert_trained_alone(models, F.mse_loss, [(x, target)] * 3, optimizer="Adam")._fused
     for view, whole, model in zip(fused, fused.unfuse(), models, strict=True):
         for member in (view, whole):
             torch.testing.assert_close(member(x), model(x), rtol=RELATIVE, atol=1e-12)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -16,7 +15,7 @@ from hfusion.ops import loss
 from hfusion.ops.norm import batch_norm_alone
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.batch import batch
-from tests.alone import Member, Own
+from tests.alone import assert_trained_alone
 from tests.oracle import Case, Draw, check, member_graph, t
 
 aten = torch.ops.aten
@@ -187,19 +186,9 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("uses_both", [False, True])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda size: nn.InstanceNorm1d(size, track_running_stats=True)])
 def test_a_norm_that_is_called_again_before_its_backward(norm: Any, uses_both: bool, compiled: bool) -> None:
-    torch.manual_seed(0)
-    models = [Twice(norm(4), uses_both).double() for _ in range(3)]
-    alone = copy.deepcopy(models)
-    fused = hf.fuse(models)
     x = torch.randn(5, 4, 6, dtype=torch.float64)
-    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
-    step = hf.train_step(fused, F.mse_loss, optimizer, compile=compiled)
-    members = [Member(model, torch.optim.SGD, F.mse_loss, Own(0.1)) for model in alone]
-    for _ in range(3):
-        expected = torch.stack([member.call(x, x)[0] for member in members])
-        torch.testing.assert_close(step(x, x), expected, rtol=1e-9, atol=1e-12)
-    for row, model in enumerate(alone):
-        torch.testing.assert_close(fused[row].state_dict(), model.state_dict(), rtol=1e-9, atol=1e-12)
+    models = [Twice(norm(4), uses_both).double() for _ in range(3)]
+    assert_trained_alone(models, F.mse_loss, [(x, x)] * 3, compile=compiled)
 
 
 NONE, MEAN, SUM = 0, 1, 2

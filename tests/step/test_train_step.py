@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from tests.alone import Member, Own
+from tests.alone import Member, Own, assert_trained_alone
 from tests.forwards.table import module
 from tests.zoo import MODELS, Model, normal
 
@@ -481,15 +481,9 @@ def aliased_writes_loss_of(out: Tensor, target: Tensor) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("count", [1, 2])
 def test_values_are_read_before_they_are_overwritten(count: int) -> None:
-    torch.manual_seed(0)
-    members = [Puts().double() for _ in range(count)]
-    fused = hf.fuse(copy.deepcopy(members))
-    step = hf.train_step(fused, aliased_writes_loss_of, hf.optim.SGD(fused.parameters(), lr=0.01), compile=True)
-    x, target = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
-    alone = [Member(member, torch.optim.SGD, aliased_writes_loss_of, Own(0.01)) for member in members]
-    for _ in range(3):
-        expected = torch.stack([member.call(x, target)[0] for member in alone])
-        torch.testing.assert_close(step(x, target), expected, rtol=1e-9, atol=1e-12)
+    models = [Puts().double() for _ in range(count)]
+    batch = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    step = assert_trained_alone(models, aliased_writes_loss_of, [batch] * 3, lr=0.01, compile=True)
     assert "program" in str(step.report())
 
 
