@@ -123,6 +123,14 @@ def common_layer() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 4), layer) for _ in range(2)]
 
 
+def cosine(optimizer: Any, epochs: int) -> Any:
+    return ls.CosineAnnealingLR(optimizer, epochs)
+
+
+def epochs(trial: Any) -> dict[str, int]:
+    return {"epochs": 2}
+
+
 class Endless(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Any:
         return iter([torch.ones(1)])
@@ -146,6 +154,20 @@ class Lying:
 
     def __iter__(self) -> Any:
         return iter(())
+
+
+def on_meta() -> nn.Module:
+    return normed().to("meta")
+
+
+def buffer_on_meta() -> nn.Module:
+    model = normed()
+    model[1].running_mean = torch.empty(4, device="meta")
+    return model
+
+
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def two_groups() -> hf.Population:
@@ -286,6 +308,20 @@ FUSE = {
     "hf.optim.groups(nn.Linear(2, 2).parameters(), lambda name, p: {})": "hf.optim.groups got a parameter",
     "float(opt.param_groups[0]['lr'])": r"one value for each of 3 members.*value\.tolist\(\)",
     "hf.Population([mlp()], optimizer=hf.optim.SGD, loss=F.mse_loss).fused.call('to', torch.ones(2, 4))": "no method t",
+}
+
+META = {
+    line.replace("on_meta", make): r"\d\.\w+ is on the meta device and has no values\. .*assign=True.*to_empty"
+    for make in ("on_meta", "buffer_on_meta")
+    for line in (
+        "hf.fuse([normed(), on_meta()])",
+        "hf.fuse([normed()]).put(0, on_meta())",
+        "hf.Population([on_meta(), mlp()], optimizer=hf.optim.SGD, loss=F.mse_loss)",
+        "hf.Population([normed()], optimizer=hf.optim.SGD, loss=F.mse_loss).start(None, on_meta())",
+        "hf.train(task(models=[normed(), on_meta()]))",
+        "swept(make_model=on_meta)",
+        "hf.each(lambda params, grads: None)(on_meta())",
+    )
 }
 
 VALUES = {
@@ -462,6 +498,9 @@ VALUES = {
 }
 
 PLANS = {
+    "swept(loader=lambda batch_size: iter([]), space=lambda trial: {'batch_size': 20})": (
+        r"loader\(batch_size=20\) gave list_iterator: return minibatches"
+    ),
     "hf.Cluster(MACHINE, max_failures=-1)": "max_failures=-1",
     # Of 20 weights in each of 3 members, and as many gradients.
     "stepped(memory=64, compile=False)(*LOADER[0])": r"3 members of Sequential takes .*: 480B for .* memory=64B is",
@@ -562,6 +601,23 @@ PLANS = {
 SWEEPS = {
     "swept(sampler='tpe')": "sampler='tpe': give a sampler of Optuna",
     "swept(pruner='median')": "pruner='median': give a pruner of Optuna",
+    "swept(trials=-1)": "trials=-1: give a whole number of at least",
+    "swept(epochs=0)": "epochs=0: give a whole number of at least",
+    "swept(rows=0)": "rows=0: give a whole number of at least",
+    "swept(processes=-1)": "processes=-1: give a whole number of at least 0, or None",
+    "swept(make_model=mlp())": "make_model is a module: give a function that makes one",
+    "swept(make_model=lambda: None)": "make_model gave NoneType for trial 0: return an nn.Module",
+    "swept(make_model=lambda: mlp().requires_grad_(False))": "for trial 0 without a parameter that requires grad",
+    "swept(space={'lr': 0.1})": "space={'lr': 0.1}: give a function",
+    "swept(optimizer='adam')": "optimizer='adam': give a function",
+    "swept(machine='cpu')": "machine='cpu': give an hf.Machine",
+    "swept(metric='accuracy', eval_loader=LOADER)": "metric='accuracy': give a function of outputs and targets",
+    "swept(metric=lambda y, t: None, eval_loader=LOADER)": "the metric must give a number for one member, got NoneType",
+    "swept(scheduler=3)": "scheduler=3: give a function",
+    "swept(scheduler_interval='batch')": 'scheduler_interval=\'batch\': it is "epoch" or "step"',
+    "swept(accumulate=0)": "accumulate=0: give a whole number",
+    "swept(scheduler=ls.LinearLR, pbt=hf.PBT())": "pbt changes the learning rates that a scheduler would write over",
+    "swept(scheduler=cosine, space=epochs)": r'scheduler\(.* and the sweep both take \'epochs\': .*"scheduler\.epochs"',
     "swept(loader=3)": "loader=3: give minibatches that can be read every epoch, or a function that makes them",
     "swept(seed='x')": "seed='x': give a whole number",
     "swept(clip_norm=[1.0, 2.0])": r"clip_norm=\[1.0, 2.0\]: give a norm above 0, or None",
@@ -572,6 +628,7 @@ SWEEPS = {
 }
 
 TYPES = {
+    "swept(scheduler=lambda o: None)": "gave NoneType: let it give",
     "ragged[0, 1]": "give a member first",
     "ragged + 1": "unsupported operand",
     "torch.ones(2) + ragged": "unsupported operand",
@@ -598,7 +655,7 @@ OTHERS: list[tuple[str, type[Exception], str | None]] = [
 ]
 
 LINES: dict[str, tuple[type[Exception], str | None]] = {
-    **{line: (hf.FusionError, words) for line, words in FUSE.items()},
+    **{line: (hf.FusionError, words) for line, words in {**FUSE, **META}.items()},
     **{line: (ValueError, words) for line, words in {**VALUES, **SWEEPS}.items()},
     **{line: (hf.PlanError, words) for line, words in PLANS.items()},
     **{line: (TypeError, words) for line, words in TYPES.items()},

@@ -167,12 +167,6 @@ ALL = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 ROUNDING = 4e-4
 
 
-def assert_equal(array: Array, steps: int) -> None:
-    for index, param in enumerate(array.params):
-        alone = torch.stack([params[index].detach() for params in array.members])
-        torch.testing.assert_close(param.detach(), alone, rtol=0.0, atol=steps * ROUNDING)
-
-
 @ALL
 @pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -181,7 +175,7 @@ def test_equals_alone(options: dict[str, Any], members: int, dtype: torch.dtype)
     fused, alone = start("Muon", options, array)
     before = [param.detach().clone() for param in array.params]
     run(array, fused, alone, 3)
-    assert_equal(array, 3)
+    array.assert_equal(rtol=0.0, atol=3 * ROUNDING)
     assert all(
         (param - old).abs().amax(dim=(1, 2)).min() > 1e-3 for param, old in zip(array.params, before, strict=True)
     )

@@ -29,6 +29,12 @@ def normed(p: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
+def eager(
+    models: list[nn.Module], lr: Any = 0.1, loss: Any = F.cross_entropy, *, kind: Any = hf.optim.SGD, **options: Any
+) -> hf.Population:
+    return hf.Population(models, optimizer=partial(kind, lr=lr), loss=loss, compile=False, **options)
+
+
 def batches(count: int, size: int = 5) -> tuple[Tensor, Tensor]:
     return torch.randn(count, size, 4, dtype=DOUBLE), torch.randint(3, (count, size))
 
@@ -48,13 +54,8 @@ def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
         # A loss of 0, whose scaled gradients are as large as the inputs.
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
-    pop = hf.Population(
-        models,
-        optimizer=lambda p: hf.optim.SGD(p, lr=1e-40),
-        loss=lambda output, target: output.mean() * target,
-        scaler=hf.optim.GradScaler(init_scale=2.0**100),
-        compile=False,
-    )
+    scaler = hf.optim.GradScaler(init_scale=2.0**100)
+    pop = eager([*models], 1e-40, lambda output, target: output.mean() * target, scaler=scaler)
     xs = torch.stack([torch.full((5, 4), value, dtype=DOUBLE) for value in (1e300, 1.0)])
     pop.step(hf.stacked(xs), torch.ones((), dtype=DOUBLE), rows=[2, 0])
     assert pop.scaler is not None
@@ -68,14 +69,13 @@ def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
 def test_the_others_keep_every_bit(scaled: bool, on_nonfinite: Any) -> None:
     """Weights, statistics, moments, counts, scales, hyper-parameters and the keys of their random numbers."""
     torch.manual_seed(0)
-    pop = hf.Population(
+    pop = eager(
         [normed(0.1 * row) for row in range(4)],
-        optimizer=lambda p: hf.optim.Adam(p, lr=0.01),
-        loss=F.cross_entropy,
+        0.01,
+        kind=hf.optim.Adam,
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
         scaler=hf.optim.GradScaler(init_scale=8.0, growth_interval=2) if scaled else None,
         on_nonfinite=on_nonfinite,
-        compile=False,
     )
 
     def of(row: int) -> list[Tensor]:
@@ -123,12 +123,7 @@ def test_code_of_members_that_rest_does_not_run(kind: Any, rows: list[int]) -> N
         assert output.isfinite().all()
         return F.cross_entropy(output, target)
 
-    pop = hf.Population(
-        [kind(4, 3).double() for _ in range(4)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=loss,
-        compile=False,
-    )
+    pop = eager([kind(4, 3).double() for _ in range(4)], loss=loss)
     with torch.no_grad():
         pop.fused.get_parameter("weight")[1] = math.nan
     for _ in range(2):
@@ -144,14 +139,11 @@ def test_code_of_members_that_rest_does_not_run(kind: Any, rows: list[int]) -> N
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1]], ids=str)
 def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was(rows: list[int]) -> None:
     """Also where its gradients are finite."""
-    pop = hf.Population(
-        [nn.Linear(4, 1).double() for _ in range(3)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=lambda output, target: F.mse_loss(output, target[:-1]) + target[-1].sum(),
-        on_nonfinite="freeze",
-        accumulate=2,
-        compile=False,
-    )
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target[:-1]) + target[-1].sum()
+
+    pop = eager([nn.Linear(4, 1).double() for _ in range(3)], loss=loss, on_nonfinite="freeze", accumulate=2)
     weight = pop.fused.get_parameter("weight")
     x, before, target = torch.randn(5, 4, dtype=DOUBLE), weight.detach().clone(), torch.zeros(3, 6, 1, dtype=DOUBLE)
     bad = target.clone()
@@ -167,13 +159,11 @@ def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was(rows: 
 def test_limits_stay_with_their_members() -> None:
     """Gradients are larger than any limit, so that an update at rate 1 is as large as the member's own."""
     limits = [1e-3, 1e-2, 1e-1]
-    pop = hf.Population(
-        [nn.Linear(4, 3).double() for _ in limits],
-        optimizer=lambda p: hf.optim.SGD(p, lr=1.0),
-        loss=lambda output, target: 1e3 * (output - target).abs().sum(),
-        clip_norm=limits,
-        compile=False,
-    )
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return 1e3 * (output - target).abs().sum()
+
+    pop = eager([nn.Linear(4, 3).double() for _ in limits], 1.0, loss, clip_norm=limits)
 
     def updates(**options: Any) -> list[float]:
         before = [param.detach().clone() for param in pop.fused.parameters()]
@@ -189,14 +179,7 @@ def test_limits_stay_with_their_members() -> None:
 
 
 def test_members_age_by_their_own_updates_and_a_bad_one_keeps_its_statistics() -> None:
-    pop = hf.Population(
-        [normed() for _ in range(3)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=F.cross_entropy,
-        accumulate=[1, 2, 3],
-        on_nonfinite="freeze",
-        compile=False,
-    )
+    pop = eager([normed() for _ in range(3)], accumulate=[1, 2, 3], on_nonfinite="freeze")
     xs, targets = batches(3)
     for _ in range(4):
         pop.step(hf.stacked(xs), hf.stacked(targets))
@@ -213,12 +196,7 @@ def test_members_age_by_their_own_updates_and_a_bad_one_keeps_its_statistics() -
 
 def test_a_removed_sample_spoils_nothing() -> None:
     torch.manual_seed(0)
-    pop = hf.Population(
-        [nn.Linear(4, 3).double() for _ in range(2)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=F.mse_loss,
-        compile=False,
-    )
+    pop = eager([nn.Linear(4, 3).double() for _ in range(2)], loss=F.mse_loss)
     x, y = torch.randn(4, 4, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
     y[1] = torch.nan
     losses = pop.step(x, y, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
@@ -245,7 +223,7 @@ def test_members_with_loaders_of_their_own_equal_members_alone(kind: str) -> Non
     data = [(torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))) for n in (11, 8, 3, 10, 6)]
     loaders = [list(zip(x.split(4), y.split(4), strict=True)) for x, y in data]
     epochs = [2, 1, 3, 2, 2]
-    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy, compile=False)
+    pop = eager(models, 0.01, kind=hf.optim.AdamW)
     calls = 0
     for calls, (inputs, target, rows) in enumerate(hf.zip_loaders(loaders, epochs=epochs), 1):  # noqa: B007
         pop.step(inputs, target, rows=rows)
@@ -328,26 +306,19 @@ def test_members_that_left_with_bad_values_fail_no_check(left: int, chosen: bool
     """The free rows, which are computed as well, are less or more than half of all."""
     models = [Careful().double() for _ in range(5)]
     alone = copy.deepcopy(models[left:])
-    pop = hf.Population(
-        models, optimizer=lambda p: hf.optim.Adam(p, lr=[0.1] * 5), loss=F.binary_cross_entropy, compile=False
-    )
+    pop = eager([*models], [0.1] * 5, F.binary_cross_entropy, kind=hf.optim.Adam)
     for row in range(left):
         with torch.no_grad():
             pop.fused.layer.weight[row] = math.nan
         pop.hparams["lr"][row] = 1e300
         pop.stop(row)
     rows = list(range(left, 5))
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in alone]
+    members = [Member(model, torch.optim.Adam, F.binary_cross_entropy, Own(0.1)) for model in alone]
     for _ in range(3):
         x, y = torch.randn(6, 4, dtype=DOUBLE), torch.rand(6, 1, dtype=DOUBLE)
         losses = pop.step(x, y, rows=rows if chosen else None)
-        expected = []
-        for model, optimizer in zip(alone, optimizers, strict=True):
-            optimizer.zero_grad()
-            expected.append(F.binary_cross_entropy(model(x), y))
-            expected[-1].backward()
-            optimizer.step()
-        torch.testing.assert_close(losses[left:], torch.stack(expected).detach(), rtol=1e-9, atol=0)
+        expected = torch.stack([member.call(x, y)[0] for member in members])
+        torch.testing.assert_close(losses[left:], expected, rtol=1e-9, atol=0)
         assert losses[:left].isnan().all()
     for row, model in zip(rows, alone, strict=True):
         torch.testing.assert_close(pop.models[row].layer.weight, model.layer.weight, rtol=1e-9, atol=0)

@@ -272,15 +272,14 @@ class Running(nn.Module):
 def test_a_loss_that_keeps_state_gets_what_members_return_and_no_other_calls() -> None:
     models = [Numbered(number).double() for number in (1.0, 2.0)]
     minibatches = [(torch.randn(4, 8, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(3)]
-    losses, optimizers = (Running(), Running()), [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    losses = Running(), Running()
+    members = [Member(model, torch.optim.SGD, losses[1], Own(0.1)) for model in models]
     task = hf.Task(models, losses[0], lambda params: hf.optim.SGD(params, lr=0.1), minibatches, name="a")
     hf.plan([task], machine())
     trained = hf.train(task, machine())["a"].models
     for x, target in minibatches:
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            losses[1](model(x), target).backward()
-            optimizer.step()
+        for member in members:
+            member.call(x, target)
     assert (losses[0].count, losses[0].mean) == (losses[1].count, losses[1].mean)
     for model, other in zip(trained, models, strict=True):
         torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-11)

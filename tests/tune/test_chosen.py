@@ -66,10 +66,6 @@ class Free(torch.nn.Module):
         return self.layers(x)
 
 
-def warm(optimizer: Any, start: float = 0.1) -> Any:
-    return lr_scheduler.LinearLR(optimizer, start, total_iters=3)
-
-
 def plateau(optimizer: Any, factor: float) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=factor, patience=0, threshold=0.05)
 
@@ -109,29 +105,6 @@ def test_schedules(name: str) -> None:
             assert value == pytest.approx(loss, rel=1e-9)
             member.step_schedule(loss)
         assert len(trial.intermediate_values) == trial.params.get("sweep.epochs", 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scheduler": 3}, "scheduler=3: give a function"),
-        ({"scheduler_interval": "batch"}, 'scheduler_interval=\'batch\': it is "epoch" or "step"'),
-        ({"accumulate": 0}, "accumulate=0: give a whole number"),
-        ({"scheduler": warm, "pbt": hf.PBT()}, "pbt changes the learning rates that a scheduler would write over"),
-        (
-            {"scheduler": cosine},
-            r"scheduler\(.* and the sweep both take 'epochs': .*\"scheduler\.epochs\" or \"sweep",
-        ),
-        ({"scheduler": lambda o: None}, "gave NoneType: let it give"),
-        ({"loader": lambda batch_size: iter([])}, r"loader\(batch_size=20\) gave list_iterator: return minibatches"),
-    ],
-)
-def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        return {"lr": 0.1, "epochs": 2, "batch_size": 20}
-
-    with pytest.raises((ValueError, TypeError, hf.PlanError), match=message):
-        search(2, **{"space": space, "make_model": Free, "loss": F.cross_entropy, "scheduler": None, **options})
 
 
 def by_place(params: Any) -> hf.optim.AdamW:

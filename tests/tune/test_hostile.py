@@ -148,32 +148,6 @@ def test_nan_fails_its_trial_alone() -> None:
     assert result.best_params == {"lr": 1e-3}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("trials", -1, "trials=-1: give a whole number of at least"),
-        ("epochs", 0, "epochs=0: give a whole number of at least"),
-        ("rows", 0, "rows=0: give a whole number of at least"),
-        ("processes", -1, "processes=-1: give a whole number of at least 0, or None"),
-        ("make", make_model(), "make_model is a module: give a function that makes one"),
-        ("make", lambda: None, "make_model gave NoneType for trial 0: return an nn.Module"),
-        (
-            "make",
-            lambda: make_model().requires_grad_(False),
-            "for trial 0 without a parameter that requires grad",
-        ),
-        ("space", {"lr": 0.1}, "space={'lr': 0.1}: give a function"),
-        ("optimizer", "adam", "optimizer='adam': give a function"),
-        ("metric", "accuracy", "metric='accuracy': give a function of outputs and targets"),
-        ("machine", "cpu", "machine='cpu': give an hf.Machine"),
-        ("metric", lambda output, target: None, "the metric must give a number for one member, got NoneType"),
-    ],
-)
-def test_arguments_of_the_wrong_type_are_refused(name: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sweep(**{name: value})
-
-
 def test_a_direction_is_refused_if_the_study_has_one() -> None:
     with pytest.raises(ValueError, match="direction='maximize': the study given has its own"):
         sweep(study=optuna.create_study(), direction="maximize")

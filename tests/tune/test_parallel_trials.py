@@ -80,32 +80,26 @@ def where(result: hf.SweepResult) -> list[set[float]]:
 
 
 def test_trials_are_in_as_many_processes_as_were_given() -> None:
-    places = where(search(metric=process, pruner=unpruned()))
+    places = where(search(metric=process, pruner=pruners.NopPruner()))
     assert len(set.union(*places)) == 2
     assert all(len(trial) == 1 and HERE not in trial for trial in places)
 
 
 def test_the_trials_of_a_round_are_shared_out() -> None:
     """Each round trains trials of its own, and the processes take as many."""
-    places = where(search(metric=process, pruner=unpruned(), rows=4, trials=12, epochs=1))
+    places = where(search(metric=process, pruner=pruners.NopPruner(), rows=4, trials=12, epochs=1))
     for start in (0, 4, 8):
         counts = Counter(place for trial in places[start : start + 4] for place in trial)
         assert sorted(counts.values()) == [2, 2]
 
 
-def unpruned() -> Any:
-    import optuna
-
-    return optuna.pruners.NopPruner()
-
-
 def test_none_where_none_were_given() -> None:
-    assert set.union(*where(search(metric=process, pruner=unpruned(), processes=0))) == {HERE}
+    assert set.union(*where(search(metric=process, pruner=pruners.NopPruner(), processes=0))) == {HERE}
 
 
 def test_models_that_cannot_be_pickled_stay(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hfusion"):
-        assert set.union(*where(search(Unpicklable, metric=process, pruner=unpruned()))) == {HERE}
+        assert set.union(*where(search(Unpicklable, metric=process, pruner=pruners.NopPruner()))) == {HERE}
     assert "trial 1 stays in this process, as pickle fails" in caplog.text
 
 
@@ -118,7 +112,7 @@ def test_only_one_of_the_trials_that_share_a_tensor_leaves() -> None:
         return nn.Sequential(frozen, nn.Linear(3, width), nn.Linear(width, 2))
 
     # The best trial is one that stays, as the model of another would be made again here.
-    places = where(search(make, metric=lambda *_: float(os.getpid() != HERE), pruner=unpruned()))
+    places = where(search(make, metric=lambda *_: float(os.getpid() != HERE), pruner=pruners.NopPruner()))
     assert sum(trial == {1.0} for trial in places) == 1
 
 
@@ -135,14 +129,14 @@ def test_trials_have_one_thread_each_if_they_may_have_processes(
 ) -> None:
     """Also those that stay here: the number of threads affects rounding."""
     with torch_threads(2):
-        result = search(make_model, metric=threads, pruner=unpruned(), processes=processes)
+        result = search(make_model, metric=threads, pruner=pruners.NopPruner(), processes=processes)
     assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{expected}] * 6
 
 
 def test_the_default_is_a_process_per_core_for_two_trials_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfusion.tune.sweep.cores", lambda: 8)
     for trials, expected in ((2, 0), (6, 3)):
-        places = where(search(metric=process, pruner=unpruned(), processes=None, trials=trials))
+        places = where(search(metric=process, pruner=pruners.NopPruner(), processes=None, trials=trials))
         assert len(set.union(*places) - {HERE}) == expected
 
 
@@ -173,7 +167,7 @@ def test_a_long_trial_has_a_worker_of_its_own() -> None:
         F.cross_entropy,
         data,
         metric=process,
-        pruner=unpruned(),
+        pruner=pruners.NopPruner(),
         **options,
     )
     last = [trial.value for trial in result.trials]
@@ -212,11 +206,6 @@ def test_a_worker_that_the_system_kills_is_an_error() -> None:
 
     with pytest.raises(HFusionError, match=r"ended with exit code -9.*with fewer rows, or with processes=0"):
         search(loss=loss)
-
-
-def test_processes_are_a_number() -> None:
-    with pytest.raises(ValueError, match="processes=-1: give a whole number of at least 0, or None"):
-        search(processes=-1)
 
 
 # How many trials train at a time by default: as many as the sampler and the pruner learn from.
