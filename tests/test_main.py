@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import hfusion as hf
 from hfusion.__main__ import main
 from hfusion.core.event_log import read_events, resuming
 from hfusion.status import MemberStatus, RunStatus, read_status
-from tests.running import tasks, train
 from tests.tune.cases import MACHINE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,11 +129,42 @@ def test_the_environment_and_its_cache(
 # `python -m hfusion status`: of runs that go on, have ended or were killed, and of other folders.
 
 
+def tasks(heard: Any = None) -> hf.Task:
+    torch.manual_seed(0)
+    return hf.Task(
+        [nn.Linear(3, 2) for _ in range(3)],
+        F.mse_loss,
+        lambda params: hf.optim.SGD(params, lr=[0.1, 0.2, 0.3]),
+        [(torch.ones(4, 3), torch.ones(4, 2))] * 5,
+        epochs=4,
+        name="lines",
+        seed=0,
+        callbacks=[] if heard is None else [heard],
+    )
+
+
+def train(folder: Path, heard: Any = None) -> hf.Report:
+    return hf.train(tasks(heard), MACHINE, checkpoint=folder, every=2)
+
+
+def train_and_wait(folder: Path, mark: Path) -> None:
+    """Make a file in a minibatch, and go on when that is gone."""
+
+    def heard(event: hf.Step | hf.Evaluation) -> None:
+        if isinstance(event, hf.Step) and (event.epoch, event.step) == (1, 2):
+            mark.touch()
+            deadline = time.monotonic() + 120
+            while mark.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    train(folder, heard)
+
+
 @contextmanager
-def waiting(kind: str, folder: Path, mark: Path) -> Iterator[subprocess.Popen[bytes]]:
+def waiting(folder: Path, mark: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run in another process, which waits in a minibatch until the mark is removed."""
     environment = {**os.environ, "HFUSION_RATES": "standard", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.running", kind, str(folder), str(mark)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.test_main", str(folder), str(mark)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         try:
             deadline = time.monotonic() + 120
@@ -190,7 +223,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, mark = tmp_path / "run", tmp_path / "mark"
-    with waiting("train", folder, mark) as process:
+    with waiting(folder, mark) as process:
         run, member = only(folder)
         assert (run.state, process_of(run)) == ("running", process.pid)
         assert counts(member)[0] == "training"
@@ -225,3 +258,8 @@ def test_the_folder_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert datetime.fromisoformat(first["saved"]).tzinfo is not None
     shutil.copytree(tmp_path / "train-1", tmp_path / "train-10")
     assert [run.folder.name for run in read_status(tmp_path)] == ["train-1", "train-2", "train-10"]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train_and_wait(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hfusion.device.machine import Device, Machine
+import hfusion as hf
 from tests.alone import Member, Own
 
 EPOCHS = 4
-MACHINE = Machine([Device("cpu", memory="1GiB")], "1GiB")
+MACHINE = hf.Machine([hf.Device("cpu", memory="1GiB")], "1GiB")
 
 
 def data(samples: int, seed: int) -> TensorDataset:
@@ -46,6 +46,28 @@ def space(trial: Any) -> dict[str, Any]:
         "hidden": trial.suggest_categorical("hidden", [4, 8]),
         "batch_norm": trial.suggest_categorical("batch_norm", [False, True]),
     }
+
+
+def sweep(**options: Any) -> hf.SweepResult:
+    """Run a sweep of these models, where ``options`` say nothing else."""
+    import optuna
+
+    arguments: dict[str, Any] = {
+        "make_model": make_model,
+        "space": space,
+        "loss": F.cross_entropy,
+        "trials": 12,
+        "epochs": EPOCHS,
+        "machine": MACHINE,
+        "pruner": optuna.pruners.NopPruner(),
+        **loaders(),
+        **options,
+    }
+    if isinstance(arguments.get("study"), optuna.Study):
+        del arguments["pruner"]
+    else:
+        arguments.setdefault("sampler", optuna.samplers.RandomSampler(seed=3))
+    return hf.sweep(**arguments)
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import hfusion as hf
 from hfusion.tune import trial_placement
-from tests.tune.cases import EPOCHS, MACHINE, loaders, make_model
+from tests.tune.cases import sweep
 
 TRIALS = 12
 
@@ -60,21 +60,8 @@ def run(folder: str, reached: Callable[[str], None], sampler: str = "tpe", **opt
         reached("judged")
         return F.cross_entropy(output, target)
 
-    arguments: dict[str, Any] = {"trials": TRIALS, "rows": 5, **loaders(), **options}
-    loader = arguments.pop("loader")
-    return hf.sweep(
-        make_model,
-        space,
-        F.cross_entropy,
-        loader,
-        epochs=EPOCHS,
-        metric=judged,
-        sampler=samplers()[sampler],
-        pruner=Halving(reached),
-        machine=MACHINE,
-        directory=folder,
-        **arguments,
-    )
+    arguments = {"trials": TRIALS, "rows": 5, "sampler": samplers()[sampler], "pruner": Halving(reached)}
+    return sweep(**{**arguments, "space": space, "metric": judged, "directory": folder, **options})
 
 
 def at(event: str, count: int, act: Callable[[], None]) -> Callable[[str], None]:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 import hfusion as hf
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
-from tests.tune.cases import EPOCHS, MACHINE, alone, loaders, make_model, space
+from tests.tune import cases
+from tests.tune.cases import MACHINE, alone
 from tests.tune.killed import at, everything, run
 from tests.tune.test_resume import Killed, kill, nothing
 from tests.tune.test_sweep import Recorded, decided_anew
@@ -43,18 +44,8 @@ def processes(count: int, **options: Any) -> hf.Cluster:
 
 
 def search(machine: hf.Machine | hf.Cluster, pruner: Any, **options: Any) -> hf.SweepResult:
-    arguments = {"trials": 14, "rows": 6, "space": space, **loaders(), **options}
-    return hf.sweep(
-        make_model,
-        arguments.pop("space"),
-        F.cross_entropy,
-        epochs=EPOCHS,
-        sampler=optuna.samplers.RandomSampler(seed=3),
-        pruner=pruner,
-        machine=machine,
-        rounds="asynchronous",
-        **arguments,
-    )
+    defaults = {"trials": 14, "rows": 6, "rounds": "asynchronous"}
+    return cases.sweep(**{**defaults, "machine": machine, "pruner": pruner, **options})
 
 
 def assert_as_alone(result: hf.SweepResult) -> None:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from tests.alone import Member, Own
-from tests.tune.cases import MACHINE, data
+from tests.tune import cases
+from tests.tune.cases import data
 from tests.tune.killed import everything
 
 optuna = pytest.importorskip("optuna")
@@ -231,24 +232,8 @@ def alone(trial: Any, interval: str = "epoch") -> list[float]:
 
 
 def search(trials: int, folder: str | None = None, **options: Any) -> hf.SweepResult:
-    arguments: dict[str, Any] = {
-        "scheduler": decay,
-        "sampler": optuna.samplers.RandomSampler(seed=3),
-        "pruner": optuna.pruners.NopPruner(),
-        "machine": MACHINE,
-        **options,
-    }
-    return hf.sweep(
-        arguments.pop("make_model", ByName),
-        arguments.pop("space", space),
-        arguments.pop("loss", smoothed),
-        arguments.pop("loader", batches),
-        eval_loader=eval_batches(),
-        trials=trials,
-        epochs=4,
-        directory=folder,
-        **arguments,
-    )
+    arguments = {"make_model": ByName, "space": space, "loss": smoothed, "loader": batches, "scheduler": decay}
+    return cases.sweep(**{**arguments, "trials": trials, "epochs": 4, "directory": folder, **options})
 
 
 def largest_difference(result: hf.SweepResult, interval: str = "epoch") -> float:

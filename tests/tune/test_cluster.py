@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import hfusion as hf
 from hfusion.core.event_log import read_events
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
-from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
+from tests.tune import cases
+from tests.tune.cases import MACHINE, accuracy, alone, space
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("cloudpickle")
@@ -48,19 +48,10 @@ class Judge:
 
 
 def sweep(machine: hf.Machine | hf.Cluster, **options: Any) -> hf.SweepResult:
-    arguments = {"epochs": EPOCHS, "rows": 8, "metric": accuracy, "trials": 12, "space": space, **loaders(), **options}
-    return hf.sweep(
-        make_model,
-        arguments.pop("space"),
-        F.cross_entropy,
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=3, n_startup_trials=4),
-        pruner=optuna.pruners.NopPruner()
-        if "pbt" in arguments
-        else optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
-        machine=machine,
-        **arguments,
-    )
+    sampler = optuna.samplers.TPESampler(seed=3, n_startup_trials=4)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
+    arguments = {"machine": machine, "sampler": sampler, "pruner": pruner, "direction": "maximize"}
+    return cases.sweep(**{**arguments, "rows": 8, "metric": accuracy, **options})
 
 
 def assert_same_sweep(actual: hf.SweepResult, expected: hf.SweepResult) -> None:
@@ -116,17 +107,7 @@ def raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_errors_of_the_processes_are_raised_here(temporary: Path) -> None:
     before, study = shared_memory(), optuna.create_study()
     with pytest.raises(ValueError, match="the metric is gone") as caught:
-        hf.sweep(
-            make_model,
-            space,
-            F.cross_entropy,
-            **loaders(),
-            metric=raises,
-            study=study,
-            trials=2,
-            epochs=1,
-            machine=processes(1),
-        )
+        cases.sweep(metric=raises, study=study, trials=2, epochs=1, machine=processes(1))
     assert any("in the process of" in note for note in caught.value.__notes__)
     assert {trial.state.name for trial in study.trials} == {"FAIL"}
     assert nothing_left(temporary, before)

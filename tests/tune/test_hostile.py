@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import hfusion as hf
 from tests.alone import Member, Own
-from tests.tune.cases import MACHINE, accuracy, loaders, make_model
+from tests.tune import cases
+from tests.tune.cases import accuracy, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
 
@@ -26,14 +26,7 @@ def small(trial: Any) -> dict[str, Any]:
 
 
 def sweep(space: Callable[[Any], Any] = small, make: Callable[..., nn.Module] = make_model, **options: Any) -> Any:
-    arguments: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "rows": 4, **loaders(), **options}
-    if not isinstance(arguments.get("study"), optuna.Study):
-        arguments = {
-            "sampler": optuna.samplers.RandomSampler(seed=1),
-            "pruner": optuna.pruners.NopPruner(),
-            **arguments,
-        }
-    return hf.sweep(make, space, F.cross_entropy, arguments.pop("loader"), **arguments)
+    return cases.sweep(**{"space": space, "make_model": make, "trials": 4, "epochs": 2, "rows": 4, **options})
 
 
 def states(study: Any) -> list[str]:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import hfusion as hf
 from tests.alone import Member, Own
-from tests.tune.cases import MACHINE, loaders, make_model
+from tests.tune import cases
+from tests.tune.cases import loaders, make_model
 
 optuna = pytest.importorskip("optuna")
 TRIALS, EPOCHS = 8, 5
@@ -40,22 +41,9 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
             raise Killed
         return F.cross_entropy(output, target)
 
-    arguments = {**loaders(), "pbt": hf.PBT(), **options}
-    return hf.sweep(
-        make_model,
-        space,
-        F.cross_entropy,
-        arguments.pop("loader"),
-        metric=metric,
-        optimizer=arguments.pop("optimizer", hf.optim.SGD),
-        sampler=optuna.samplers.RandomSampler(seed=2),
-        trials=TRIALS,
-        epochs=EPOCHS,
-        rows=TRIALS,
-        machine=MACHINE,
-        directory=folder,
-        **arguments,
-    )
+    arguments = {"pbt": hf.PBT(), "optimizer": hf.optim.SGD, "sampler": optuna.samplers.RandomSampler(seed=2)}
+    arguments |= {"space": space, "metric": metric, "trials": TRIALS, "epochs": EPOCHS, "rows": TRIALS}
+    return cases.sweep(**{**arguments, "directory": folder, **options})
 
 
 def alone(trials: list[Any]) -> list[list[float]]:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
 
 import hfusion as hf
 
 optuna = pytest.importorskip("optuna")
 from tests.tune import killed  # noqa: E402
-from tests.tune.cases import MACHINE, loaders, make_model  # noqa: E402
+from tests.tune.cases import loaders, sweep  # noqa: E402
 from tests.tune.killed import at, everything, run  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -91,22 +90,9 @@ def sampled(folder: Path, sampler: str, mode: str) -> list[Any]:
             raise optuna.TrialPruned
         return {"lr": rate, "momentum": momentum, "hidden": 3 + trial.number % 2}
 
-    data = loaders()
-    result = hf.sweep(
-        make_model,
-        space,
-        F.cross_entropy,
-        data["eval_loader"],
-        optimizer=hf.optim.SGD,
-        sampler=SAMPLERS[sampler](),
-        trials=10,
-        rows=4,
-        epochs=2,
-        processes=0,
-        machine=MACHINE,
-        directory=folder,
-        **MODES[mode],
-    )
+    arguments = {"trials": 10, "rows": 4, "epochs": 2, "processes": 0, **MODES[mode]}
+    arguments |= {"loader": loaders()["eval_loader"], "eval_loader": None, "sampler": SAMPLERS[sampler]()}
+    result = sweep(**arguments, space=space, optimizer=hf.optim.SGD, directory=folder)
     trials = [(trial.number, trial.params, trial.state.name, trial.values) for trial in result.trials]
     return [trials, result.best_trial.number, list(result.best_models)]
 

@@ -13,22 +13,14 @@ from torch import Tensor
 
 import hfusion as hf
 from hfusion.tune.trial_placement import TrialPlacement
-from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
+from tests.tune import cases
+from tests.tune.cases import EPOCHS, accuracy, alone, loaders
 
 optuna = pytest.importorskip("optuna")
 
 
 def sweep(trials: int, **options: Any) -> hf.SweepResult:
-    arguments = {"epochs": EPOCHS, "machine": MACHINE, "rows": 6, **loaders(), **options}
-    if not isinstance(arguments.get("study"), optuna.Study):
-        arguments.setdefault("sampler", optuna.samplers.RandomSampler(seed=3))
-    return hf.sweep(
-        arguments.pop("make_model", make_model),
-        arguments.pop("space", space),
-        F.cross_entropy,
-        trials=trials,
-        **arguments,
-    )
+    return cases.sweep(**{"trials": trials, "rows": 6, **options})
 
 
 class Recorded(optuna.pruners.BasePruner):  # type: ignore[misc,name-defined]
