@@ -32,7 +32,7 @@ from hfusion.core.gradient_usage import absent_rows
 from hfusion.core.guards import Assumptions, Guards
 from hfusion.core.member_random import MemberSeeds
 from hfusion.core.membership import DifferingMark
-from tests.alone import Branch, Member, Own, assert_trained_alone, normal
+from tests.alone import Branch, Member, Own, assert_trained_alone, call, close, compare_call, compare_tensors, normal
 from tests.forwards.outside import READS
 from tests.forwards.table import Sevenfold, branch, linear, module, parameter
 from tests.oracle import RELATIVE
@@ -556,25 +556,14 @@ class Pair:
         models, self.fused, values = array_of(make)
         self.models = copy.deepcopy(models)
         self.fused.load_state_dict(values)
-        self.fused.zero_grad()
-        self.name, self.options = name, options
         self.optimizer = getattr(hf.optim, name)(self.fused.parameters(), lr=RATES, **options)
         self.alone = [
             getattr(torch.optim, name)(model.parameters(), lr=rate, **options)
             for model, rate in zip(self.models, RATES, strict=True)
         ]
 
-    def zero(self) -> None:
-        for optimizer in (self.optimizer, *self.alone):
-            optimizer.zero_grad()
-
-    def backward(self, xs: Tensor) -> None:
-        outputs = whole(self.fused(hf.stacked(xs)))
-        (outputs**2).flatten(1).mean(1).sum().backward()
-        for model, x in zip(self.models, xs, strict=True):
-            outputs = whole(model(x))
-            if outputs.requires_grad:
-                (outputs**2).mean().backward()
+    def backward(self, keys: Sequence[float]) -> None:
+        compare_call(self.fused, self.models, call(hf.stacked(keyed_batch(*keys))))
 
     def step(self) -> None:
         for optimizer in (self.optimizer, *self.alone):
@@ -582,32 +571,21 @@ class Pair:
 
     def check(self) -> None:
         """Gradients that are none alone, parameters and state."""
-        states = [optimizer.state for optimizer in self.alone]
+        compare_tensors(self.fused, self.models, "pair")
         for key, param in self.fused.named_parameters():
             parameters = [model.get_parameter(key) for model in self.models]
-            none = [p.grad is None for p in parameters]
             rows = None if param.grad is None else absent_rows(param.grad)
             absent = [param.grad is None] * MEMBERS if rows is None else rows.tolist()
-            assert absent == none, (key, absent, none)
-            close_rows(param, parameters, key)
-            for member, state in enumerate(states):
-                fused_state = self.optimizer.state.get(param, {})
-                for kind, value in state.get(parameters[member], {}).items():
+            assert absent == [p.grad is None for p in parameters], key
+            for member, optimizer in enumerate(self.alone):
+                for kind, value in optimizer.state.get(parameters[member], {}).items():
                     if isinstance(value, Tensor):
-                        close_rows(fused_state[kind][member : member + 1], [value], f"{kind} of {key}")
+                        ours = self.optimizer.state[param][kind][member]
+                        torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-11, check_dtype=False)
         for member, saved in enumerate(self.optimizer.unfuse()):
             alone = self.alone[member].state_dict()["state"]
             begun = {k for k, entry in alone.items() if any(isinstance(v, Tensor) for v in entry.values())}
             assert set(saved["state"]) == begun
-
-
-def close_rows(stack: Tensor, rows: Sequence[Tensor], label: str) -> None:
-    expected = torch.stack([row.detach() for row in rows]).to(stack.dtype)
-    torch.testing.assert_close(stack.detach(), expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{label}: {m}")
-
-
-def whole(outputs: Any) -> Tensor:
-    return outputs if isinstance(outputs, Tensor) else torch.cat(list(outputs), -1)
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -615,8 +593,7 @@ def whole(outputs: Any) -> Tensor:
 def test_equals_alone(make: Callable[[], nn.Module], name: str, options: dict[str, Any]) -> None:
     pair = Pair(make, name, options)
     for keys in KEYS:
-        pair.zero()
-        pair.backward(keyed_batch(*keys))
+        pair.backward(keys)
         pair.check()
         pair.step()
         pair.check()
@@ -634,8 +611,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_of_other_models(make: Callable[[], nn.Module]) -> None:
     pair = Pair(make, "AdamW", {})
     for keys in KEYS:
-        pair.zero()
-        pair.backward(keyed_batch(*keys))
+        pair.backward(keys)
         pair.step()
         pair.check()
 
@@ -643,7 +619,7 @@ def test_of_other_models(make: Callable[[], nn.Module]) -> None:
 def test_clipping_counts_what_is_there() -> None:
     for order in (2.0, float("inf"), -float("inf"), 0.5, 0.0):
         pair = Pair(Alone, "SGD", {})
-        pair.backward(keyed_batch(2.0, 0.5, -1.0))
+        pair.backward((2.0, 0.5, -1.0))
         norms = hf.optim.clip_grad_norm_(pair.fused.parameters(), 0.1, norm_type=order)
         alone = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=order) for m in pair.models]
         # Member 2 has no gradient at all.
@@ -659,5 +635,4 @@ def test_a_planned_array_loops_where_a_part_does_what_its_capture_did_not() -> N
     fused.planned_for(torch.device("cpu"))
     for keys in KEYS:
         xs = keyed_batch(*keys)
-        expected = [model(x) for model, x in zip(models, xs, strict=True)]
-        close_rows(fused(hf.stacked(xs)), expected, "outputs")
+        close(fused(hf.stacked(xs)), [model(x) for model, x in zip(models, xs, strict=True)], "outputs")
