@@ -119,12 +119,14 @@ def _outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_value_that_others_change_counts_at_each_call(kind: str) -> None:
     read, put = outside.READS[kind]
     models = [model_that_uses(read) for _ in range(2)]
-    fused = hf.fuse(models)
+    fused, losses = hf.fuse(models), hf.per_model(lambda y: y.sum() * read())
     try:
         for value in (1.0, 0.5, 0.25, 1.0):
             put(value)
             x = normal(3, 4)
-            assert_close(fused(x), torch.stack([model(x) for model in models]), rtol=1e-12, atol=0)
+            alone = torch.stack([model(x) for model in models])
+            assert_close(fused(x), alone, rtol=1e-12, atol=0)
+            assert_close(losses(alone), alone.sum((1, 2)) * read(), rtol=1e-12, atol=0)
     finally:
         put(1.0)
         vars(outside.CONFIG).pop("level", None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from tests import alone
 from tests.alone import Call, Member, call, normal
+from tests.forwards.outside import put
 from tests.forwards.table import Sevenfold
 
 # A function per member equals the function called on each member's row, also when what it reads changes.
@@ -70,19 +71,6 @@ class Config:
     __call__ = loss
 
 
-SETTINGS = {"beta": 1.0}
-FACTOR = 1.0
-
-
-def reads_globals(y: Tensor) -> Tensor:
-    return y.sum() * SETTINGS["beta"] * FACTOR
-
-
-def set_global(value: float) -> None:
-    SETTINGS["beta"] = value
-    globals()["FACTOR"] = value
-
-
 def closure() -> tuple[Callable[..., Any], Callable[[float], Any]]:
     beta, weights = 1.0, torch.ones(4, dtype=torch.float64)
 
@@ -98,17 +86,12 @@ def closure() -> tuple[Callable[..., Any], Callable[[float], Any]]:
     return function, change
 
 
-def attribute(thing: Any, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[float], Any]]:
-    return function, lambda value: setattr(thing, "beta", value)
-
-
 CONFIG, OTHER = Config(), Config()
+# What a loss reads besides is in tests/forwards/outside.py.
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[[float], Any]]] = {
     "closure": closure(),
-    "globals": (reads_globals, set_global),
-    "object": attribute(CONFIG, lambda y: y.sum() * CONFIG.beta),
-    "method": attribute(CONFIG, CONFIG.loss),
-    "callable": attribute(OTHER, OTHER),
+    "method": (CONFIG.loss, put(CONFIG, "beta")),
+    "callable": (OTHER, put(OTHER, "beta")),
 }
 
 

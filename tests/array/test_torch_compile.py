@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from tests import zoo
-from tests.alone import normal
+from tests.alone import Branch, normal
 
 # torch.compile of a fused module: one graph without a break, the same values and gradients.
 MEMBERS = 3
@@ -78,13 +78,6 @@ def test_models_of_every_kind(model: zoo.Model, again: str) -> None:
     assert_same(array, eager, run(compiled, x), run(eager, x))
 
 
-class Island(nn.Module):
-    """A branch on values, which runs member by member."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Tanh(), nn.Linear(6, 3)).double()
 
@@ -133,7 +126,7 @@ def test_export_with_a_dynamic_batch(name: str, called: bool) -> None:
 
 
 def test_export_of_what_runs_member_by_member_is_refused_in_words() -> None:
-    array = hf.fuse([nn.Sequential(nn.Linear(4, 4).double(), Island()) for _ in range(2)]).eval()
+    array = hf.fuse([nn.Sequential(nn.Linear(4, 4), Branch(4, 4)).double() for _ in range(2)]).eval()
     for words in (r"torch.export cannot take what runs member by member: ", r"torch.export cannot take 1, which runs"):
         with pytest.raises(hf.FusionError, match=words):
             export(array, normal(7, 4))

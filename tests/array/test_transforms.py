@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vj
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
+from tests.alone import Branch
 
 Parameters: TypeAlias = dict[str, Tensor]
 Forward: TypeAlias = Callable[[Parameters, Tensor], Tensor]
@@ -40,11 +41,6 @@ class Gated(nn.Module):
         with torch.no_grad():
             size = hidden.square().mean(-1, keepdim=True)
         return self.outer((hidden / (1 + size)).tanh())
-
-
-class Branch(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.tanh() if float(x.detach().sum()) > -1e9 else x)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -7,9 +7,7 @@ import multiprocessing
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def trained(task_list: list[hf.Task], folder: Path, processes: int, **options: Any) -> Any:
     torch.manual_seed(1)
     return hf.train(task_list, machine(folder, 2), processes=processes, **options)
-
-
-def in_one(task_list: list[hf.Task], folder: Path, **options: Any) -> Any:
-    return trained(task_list, folder, 1, **options)
 
 
 def stopping(heard: list[Any]) -> Callable[[Any], Any]:
@@ -73,15 +67,10 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
 
         return tasks(log)
 
-    expected = in_one(make_tasks("one"), tmp_path, on_result=stopping(heard["one asked"]))
+    expected = trained(make_tasks("one"), tmp_path, 1, on_result=stopping(heard["one asked"]))
     report = trained(make_tasks("two"), tmp_path, 2, on_result=stopping(heard["two asked"]))
-    for name in expected:
-        assert torch.equal(report[name].losses.nan_to_num(-1.0), expected[name].losses.nan_to_num(-1.0))
-        assert report[name].stopped == expected[name].stopped
-        for model, expected_model in zip(report[name].models, expected[name].models, strict=True):
-            assert type(model) is Net
-            for key, value in expected_model.state_dict().items():
-                assert torch.equal(model.state_dict()[key], value), (name, key)
+    assert_same(report, expected)
+    assert [report[name].stopped for name in expected] == [expected[name].stopped for name in expected]
     assert expected["plain"].stopped
     assert by_array(heard["two"]) == by_array(heard["one"])
     assert by_array(heard["two asked"]) == by_array(heard["one asked"])
@@ -103,7 +92,7 @@ def breaking(at: int) -> Callable[[Any], None]:
 def test_a_run_that_broke_off_goes_on_in_other_processes(tmp_path: Path) -> None:
     """Bit for bit. In one process the error of a callback ends the run; in several, the other arrays are trained."""
     whole: list[int] = []
-    expected = in_one(tasks(lambda event: whole.append(event.epoch)), tmp_path)
+    expected = trained(tasks(lambda event: whole.append(event.epoch)), tmp_path, 1)
     saves = {"checkpoint": tmp_path / "saves", "every": 2}
     with pytest.raises(hf.TrainError, match=r"task 'mixed(\.[01])?' failed: Broken: enough; finished") as caught:
         trained(tasks(breaking(9)), tmp_path, 1, **saves)
@@ -129,7 +118,7 @@ def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> No
 
     trained_tasks, expected_tasks = make_tasks(), make_tasks()
     trained(trained_tasks, tmp_path, 2)
-    in_one(expected_tasks, tmp_path)
+    trained(expected_tasks, tmp_path, 1)
     for trained_task, expected_task in zip(trained_tasks, expected_tasks, strict=True):
         for key, value in expected_task.models.state_dict().items():
             assert torch.equal(trained_task.models.state_dict()[key], value)
@@ -137,15 +126,6 @@ def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> No
             for name, value in expected_task.optimizer.state[like].items():
                 assert torch.equal(trained_task.optimizer.state[param][name], value)
         assert torch.equal(trained_task.loader.generator.get_state(), expected_task.loader.generator.get_state())
-
-
-def test_what_cannot_be_sent_is_an_error(tmp_path: Path) -> None:
-    (task, *_), lock = tasks(), threading.Lock()
-    locked = replace(task, loss=lambda output, target: F.cross_entropy(output, target) if lock else output)
-    with pytest.raises(
-        hf.TrainError, match="PlanError: the task 'mixed' cannot go to another process, as pickle fails"
-    ):
-        hf.train(locked, machine(tmp_path, 2), processes=2)
 
 
 SCRIPT = """

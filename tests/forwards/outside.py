@@ -130,7 +130,9 @@ def item(holder, key):
     return functools.partial(holder.__setitem__, key)
 
 
+FACTOR = 1.0
 READS = {
+    "variable of the file": (lambda: FACTOR, functools.partial(globals().__setitem__, "FACTOR")),
     "argparse": (lambda: ARGUMENTS.tau, put(ARGUMENTS)),
     "attribute that hides a class's": (lambda: CONFIG.level, put(CONFIG, "level")),
     "class variable of an object": (lambda: DERIVED.level, put(Leveled, "level")),
