@@ -18,6 +18,7 @@ import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.program import Capture
 from tests.alone import Branch, assert_alone, assert_trained_alone, compare_call, normal
+from tests.forwards.table import linear, module
 
 # How often forward is traced and run: captures are found again, and few runs answer all questions of one.
 SCALE = 2.0
@@ -278,19 +279,13 @@ def test_quantisation_aware_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(part) for part in quantized[0]] == [type(part) for part in quantized[1]]
 
 
-class Clamping(nn.Module):
-    """Writes into its input where that is not negative, and changes no bit of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x.relu_() if float(x.detach().min()) >= 0 else x)
+# Writes into its input where that is not negative, and changes no bit of it.
+Clamping = module(lambda self, x: self.fc(x.relu_() if float(x.detach().min()) >= 0 else x), fc=linear)
 
 
 def test_a_write_of_the_same_bits_into_an_input_that_members_share_is_refused() -> None:
     fused = hf.fuse([Clamping() for _ in range(2)])
-    fused(-torch.ones(3, 4))
+    ones = torch.ones(3, 4, dtype=torch.float64)
+    fused(-ones)
     with pytest.raises(hf.FusionError, match="writes into its input of shape"):
-        fused(torch.ones(3, 4))
+        fused(ones)

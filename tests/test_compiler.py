@@ -250,15 +250,8 @@ def test_a_wrong_rule_is_caught(
     assert "self-check not run" in str(unchecked.report())
 
 
-class Hidden(nn.Module):
-    """Reads a number where no search follows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * sys.modules["hidden"].factor
+# Reads a number where no search follows it.
+Hidden = module(lambda self, x: self.layer(x) * sys.modules["hidden"].factor, layer=lambda: nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("compiled", [None, False, True])
@@ -271,9 +264,9 @@ def test_a_value_that_no_guard_follows_is_found_at_every_third_call(
     hidden: Any = ModuleType("hidden")
     monkeypatch.setitem(sys.modules, "hidden", hidden)
     hidden.factor = 1.0
-    array, x = hf.fuse([Hidden() for _ in range(2)]).train(compiled is not None), torch.ones(3, 4)
+    array, x = hf.fuse([Hidden() for _ in range(2)]).train(compiled is not None), normal(3, 4)
     step = hf.train_step(array, F.mse_loss, hf.optim.SGD(array.parameters(), lr=0.0), compile=compiled)
-    call = partial(array, x) if compiled is None else partial(step, x, torch.ones(3, 1))
+    call = partial(array, x) if compiled is None else partial(step, x, normal(3, 1))
     call()
     hidden.factor = 2.0
     call()

@@ -89,22 +89,16 @@ def test_a_check_costs_no_loop_and_raises_as_a_member(name: str) -> None:
     assert "expect.default" in report
 
 
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.norm(self.fc(x))
-        if h.max() > 1.3:
-            raise ValueError("large")
-        return h
+def normalized(self: Any, x: Tensor) -> Tensor:
+    h: Tensor = self.norm(self.fc(x))
+    if h.max() > 1.3:
+        raise ValueError("large")
+    return h
 
 
 def test_buffers_are_as_alone_where_a_check_fails_after_they_were_written() -> None:
     x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64) * torch.ones(4, dtype=torch.float64)
-    models = [Normalized()]
+    models = [module(normalized, fc=linear, norm=lambda: nn.BatchNorm1d(4))()]
     array, alone = hf.fuse(models), copy.deepcopy(models[0])
     for batch in (x, torch.cat([x, 50 * x[:1], x]), x):
         for each in (array, alone):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import Member, Own, assert_trained_alone
+from tests.alone import Branch, Member, Own, assert_trained_alone
 
 # Batches of different sizes: each member's outputs, losses, gradients and buffers are those of the member alone.
 SIZES = [3, 5, 64, 5]
@@ -36,18 +36,6 @@ class Contrast(nn.Module):
         return mixed
 
 
-class Branching(nn.Module):
-    """A model that branches on values, and so runs as the members' own code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.a(x) if float(x.detach().sum()) > 0 else self.b(x) * 2
-        return y
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -68,7 +56,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "mlp": (mlp, rows(4)),
     "batch norm": (batch_norm, rows(2, 6, 6)),
     "contrast": (Contrast, rows(4)),
-    "branching": (Branching, rows(4)),
+    "branching": (lambda: Branch(4, 3), rows(4)),
 }
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

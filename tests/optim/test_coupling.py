@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import hfusion as hf
 from hfusion.optim import coupling
+from tests.forwards.table import module, parameter
 from tests.optim.arrays import Array
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -57,15 +58,8 @@ def test_elementwise_ones_equal_alone(name: str, options: dict[str, Any], foreac
     array.assert_equal(1e-12)
 
 
-class Scale(nn.Module):
-    """Its stack is a matrix, which Muon takes for one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+# Its stack is a matrix, which Muon takes for one.
+Scale = module(lambda self, x: x * self.weight, weight=parameter(3))
 
 
 @pytest.mark.parametrize(("make", "why"), COUPLING.values(), ids=COUPLING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,14 +149,9 @@ def test_an_evaluation_is_in_eval_mode_and_changes_no_member() -> None:
 
 
 # What the user changes in a plain member is trained, unless its optimizer has other parameters.
-class Normed(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.act(self.first(x)))
-        return y
+def layers(width: int) -> nn.Module:
+    named = {"first": nn.Linear(4, width), "act": nn.ReLU(), "last": nn.Linear(width, 3)}
+    return nn.Sequential(OrderedDict(named)).double()
 
 
 def sgd(parameters: Any) -> hf.optim.SGD:
@@ -164,7 +160,7 @@ def sgd(parameters: Any) -> hf.optim.SGD:
 
 def plain_parameters_population() -> tuple[hf.Population, list[nn.Module]]:
     torch.manual_seed(0)
-    models: list[nn.Module] = [Normed(width).double() for width in (5, 6)]
+    models = [layers(width) for width in (5, 6)]
     return hf.Population(models, optimizer=sgd, loss=F.cross_entropy, tags=["5", "6"]), models
 
 

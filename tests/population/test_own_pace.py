@@ -18,6 +18,7 @@ from hfusion.population import training_group
 from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.train_step import TrainStep
 from tests.alone import Member, Own
+from tests.forwards.table import module
 
 # Members that step by themselves, with updates of their own numbers of calls: each equals that model alone.
 DOUBLE = torch.float64
@@ -287,24 +288,21 @@ def test_members_train_as_alone(size: int, accumulate: Any) -> None:
     assert f"{size} of 5 at a time" in str(pop.array._step.report())
 
 
-class Careful(nn.Module):
+def careful(self: Any, x: Tensor) -> Tensor:
     """A probability ``[N, 1]`` of inputs ``[N, 4]`` by a layer whose values it checks."""
+    h = self.layer(x)
+    assert h.isfinite().all()
+    return h.sigmoid()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        assert h.isfinite().all()
-        return h.sigmoid()
+Careful = module(careful, layer=lambda: nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("chosen", [True, False])
 @pytest.mark.parametrize("left", [1, 3])
 def test_members_that_left_with_bad_values_fail_no_check(left: int, chosen: bool) -> None:
     """The free rows, which are computed as well, are less or more than half of all."""
-    models = [Careful().double() for _ in range(5)]
+    models = [Careful() for _ in range(5)]
     alone = copy.deepcopy(models[left:])
     pop = eager([*models], [0.1] * 5, F.binary_cross_entropy, kind=hf.optim.Adam)
     for row in range(left):

@@ -402,17 +402,14 @@ def _mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 # Checks that only raise, in compiled steps: a step is one program, and raises what the members raise.
-class Checked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
-        self.double()
+def checked(self: Any, x: Tensor) -> Tensor:
+    h: Tensor = self.norm(self.fc(x))
+    if (self.fc.bias > 100).any():
+        raise ValueError(f"the bias is {self.fc.bias.max():.0f}")
+    return h
 
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.norm(self.fc(x))
-        if (self.fc.bias > 100).any():
-            raise ValueError(f"the bias is {self.fc.bias.max():.0f}")
-        return h
+
+Checked = module(checked, fc=lambda: nn.Linear(4, 3), norm=lambda: nn.BatchNorm1d(3))
 
 
 def checked_loss(y: Tensor, target: Tensor) -> Tensor:
@@ -421,7 +418,7 @@ def checked_loss(y: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(y, target)
 
 
-def check_step(step: Callable[..., Tensor], models: list[Checked], x: Tensor, target: Tensor) -> None:
+def check_step(step: Callable[..., Tensor], models: list[nn.Module], x: Tensor, target: Tensor) -> None:
     members = [Member(model, torch.optim.SGD, checked_loss, Own(0.1)) for model in models]
     torch.testing.assert_close(step(x, target), torch.stack([member.call(x, target)[0] for member in members]))
 

@@ -19,6 +19,7 @@ import hfusion as hf
 from hfusion.schedule.actions import Act
 from hfusion.tasks import train as task_training
 from tests.alone import Member, Own
+from tests.forwards.table import module
 from tests.schedule.compared import COMPARED
 from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_checkpoints import assert_equal
@@ -190,15 +191,12 @@ def _only(kind: type, heard: list[Any]) -> Callable[[Any], None]:
     return lambda event: heard.append(event) if isinstance(event, kind) else None
 
 
-class OtherWayRound(nn.Module):
-    """Uses its layers in another order when it is evaluated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu()) if self.training else self.first(self.second(x).relu())
+# Uses its layers in another order when it is evaluated.
+OtherWayRound = module(
+    lambda self, x: self.last(self.first(x).relu()) if self.training else self.first(self.last(x).relu()),
+    first=lambda: nn.Linear(6, 6),
+    last=lambda: nn.Linear(6, 6),
+)
 
 
 def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
