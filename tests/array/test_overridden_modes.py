@@ -242,15 +242,6 @@ def test_evaluating_leaves_the_array_as_it_was() -> None:
 # Variables and attributes that forward reads and that change while an array lives.
 
 
-def programs(fused: hf.FusedModule) -> int:
-    return len(fused.report().parts)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
 class Asking(nn.Module):
     """Checks whether autocast is on, both outside and inside its own autocast region."""
 
@@ -277,7 +268,7 @@ def test_forward_sees_the_current_autocast_state(order: tuple[bool, ...], compil
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 alone = torch.stack([loss(model(x), None).detach() for model in models])
                 torch.testing.assert_close(step(x, None), alone, rtol=1e-2, atol=1e-4)
-    assert programs(fused) == 2
+    assert len(fused.report().parts) == 2
 
 
 @contextmanager
@@ -328,8 +319,8 @@ SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractConte
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", SETTINGS_OF_TORCH)
 @pytest.mark.parametrize("first", [False, True])
-def test_settings_of_torch_count_as_they_are_at_each_call(name: str, first: bool, x: Tensor) -> None:
-    ask, region = SETTINGS_OF_TORCH[name]
+def test_settings_of_torch_count_as_they_are_at_each_call(name: str, first: bool) -> None:
+    (ask, region), x = SETTINGS_OF_TORCH[name], normal(5, 3)
 
     class Asking(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -441,8 +432,8 @@ class Counting(nn.Module):
         return y
 
 
-def test_members_have_their_own_weights_where_torch_caches_parametrizations(x: Tensor) -> None:
-    models = []
+def test_members_have_their_own_weights_where_torch_caches_parametrizations() -> None:
+    models, x = [], normal(5, 3)
     # torch takes the cached weights of a module for those of its deep copies.
     for _ in range(2):
         torch.manual_seed(0)

@@ -6,26 +6,11 @@ import argparse
 import re
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from functools import partial
 
 from tests.fuzz.compare import Outcome, Verdict, Worker, shrink
 from tests.fuzz.generate import LARGE, SMALL, for_compilation, generate
-from tests.fuzz.program import Program
-
-
-@dataclass
-class Tally:
-    """Counts of the outcomes so far."""
-
-    verdicts: Counter[Verdict] = field(default_factory=Counter)
-    faults: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, program: Program, result: Outcome) -> None:
-        self.verdicts[result.verdict] += 1
-        if result.bad:
-            self.faults.setdefault(gist(result.words), []).append(program.seed)
 
 
 def gist(words: str) -> str:
@@ -55,7 +40,7 @@ def main() -> int:
     arguments = parser.parse_args()
     first = time.time_ns() // 1000 % 10**9 if arguments.seed is None else arguments.seed
     print(f"seeds from {first}", flush=True)
-    tally, start = Tally(), time.monotonic()
+    verdicts, faults, start = Counter[Verdict](), defaultdict[str, list[int]](list), time.monotonic()
     seed = first
     with Worker() as worker:
         while time.monotonic() < start + arguments.seconds and seed < first + arguments.programs:
@@ -63,24 +48,22 @@ def main() -> int:
             if arguments.compiled:
                 program = for_compilation(program)
             result = worker.outcome(program.text())
-            new = result.bad and gist(result.words) not in tally.faults
-            tally.add(program, result)
-            if new:
+            verdicts[result.verdict] += 1
+            if result.bad:
+                faults[gist(result.words)].append(program.seed)
+            if result.bad and len(faults[gist(result.words)]) == 1:
                 print(f"--- seed {seed}: {result.verdict}: {result.words}", flush=True)
                 faulty = partial(shares_fault, worker, kind_of(result))
                 small = shrink(program.text(), faulty, arguments.shrink)
                 print(f"{small}\n--- {worker.outcome(small).words}\n", flush=True)
             seed += 1
-    _summary(tally, seed - first, time.monotonic() - start)
-    return 1 if tally.faults else 0
-
-
-def _summary(tally: Tally, programs: int, seconds: float) -> None:
+    programs, seconds = seed - first, time.monotonic() - start
     print(f"{programs} programs in {seconds:.0f} s, {programs / seconds:.2f} per second")
-    for verdict, number in tally.verdicts.most_common():
+    for verdict, number in verdicts.most_common():
         print(f"{number:6} {verdict}")
-    for words, seeds in tally.faults.items():
+    for words, seeds in faults.items():
         print(f"FAULT {len(seeds)} times: {words}\n      seeds {seeds[:10]}")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -153,18 +153,14 @@ def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, An
         forget()
 
 
-def set_lr(fused: Any, alone: list[Any], values: list[float]) -> None:
-    fused.param_groups[0]["lr"] = values
-    for optimizer, value in zip(alone, values, strict=True):
-        optimizer.param_groups[0]["lr"] = value
-
-
 def test_equals_alone_with_rates_that_change_between_replays(recorded_case: Made) -> None:
     array, fused, alone, tape = recorded_case
     run(array, fused, alone, 5, steady=True)
     assert (tape.made, tape.replayed) == (1, 3)
     for step in range(3):
-        set_lr(fused, alone, [0.1 / (step + 1), 0.0, 0.3])
+        fused.param_groups[0]["lr"] = rates = [0.1 / (step + 1), 0.0, 0.3]
+        for optimizer, rate in zip(alone, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate
         run(array, fused, alone, 1, steady=True)
     array.assert_equal()
     assert (tape.made, tape.replayed) == (1, 6)
@@ -178,12 +174,8 @@ def test_equals_alone_with_rates_that_change_between_replays(recorded_case: Made
         array.assert_equal()
 
 
-def with_formula(monkeypatch: pytest.MonkeyPatch, case: str) -> Made:
-    return next(_made(monkeypatch, "formula", *CASES[case]))
-
-
 def test_gradients_that_lie_elsewhere_at_every_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    array, fused, alone, tape = with_formula(monkeypatch, "lion")
+    array, fused, alone, tape = next(_made(monkeypatch, "formula", *CASES["lion"]))
     gradients = []
     for _ in range(6):
         run(array, fused, alone, 1)

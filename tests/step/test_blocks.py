@@ -22,6 +22,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.train_step import TrainStep
+from tests.acts.zoo import Tied
 from tests.alone import Member, Own
 from tests.step.test_train_step import needs_compiler
 from tests.zoo import normal
@@ -74,16 +75,6 @@ def budget(fused: hf.FusedModule, opt: Any, x: Any, size: int, samples: int) -> 
     return state_bytes(fused, opt) + block_bytes(program, size, samples)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-
 def small() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
 
@@ -109,9 +100,9 @@ class Case:
 CASES = [
     Case("cnn", small, normal(2, 6, 6), 3, "SGD", clip=True),
     Case("cnn", small, normal(2, 6, 6), 1, "RMSprop", stacked=True),
-    Case("tied", Tied, normal(4), 2, "AdamW", clip=True, stacked=True),
+    Case("tied", Tied, normal(5), 2, "AdamW", clip=True, stacked=True),
     Case("cnn", small, normal(2, 6, 6), 2, clip=True, compile=True),
-    Case("tied", Tied, normal(4), 3, "SGD", stacked=True, compile=True),
+    Case("tied", Tied, normal(5), 3, "SGD", stacked=True, compile=True),
 ]
 
 
