@@ -304,42 +304,34 @@ def test_members_join_leave_and_are_copied() -> None:
     assert_same(stopped.plain(), pop.models[1].plain())  # type: ignore[union-attr]
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "pissa": ({"init_lora_weights": "pissa"}, 2, "computes the start of an adapter from the weights of the base"),
-    "tokens": ({"trainable_token_indices": [1]}, 2, "trainable_token_indices"),
-    "rslora": ({}, [{}, {"use_rslora": True}], "member 1 has use_rslora=True.*lora_alpha"),
-    "one dora": ({}, [{}, {"use_dora": True}], "member 1 has use_dora=True"),
-    "dora elsewhere": ({"use_dora": True}, [{}, {"target_modules": ["k_proj"]}], "does not train .*magnitude"),
-    "inference": ({"inference_mode": True}, 2, "inference_mode=True leaves nothing to train"),
+# Fields of the config, members and options, and what is wrong with them.
+REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
+    "pissa": ({"init_lora_weights": "pissa"}, 2, {}, "computes the start of an adapter from the weights of the base"),
+    "tokens": ({"trainable_token_indices": [1]}, 2, {}, "trainable_token_indices"),
+    "rslora": ({}, [{}, {"use_rslora": True}], {}, "member 1 has use_rslora=True.*lora_alpha"),
+    "one dora": ({}, [{}, {"use_dora": True}], {}, "member 1 has use_dora=True"),
+    "dora elsewhere": ({"use_dora": True}, [{}, {"target_modules": ["k_proj"]}], {}, "does not train .*magnitude"),
+    "inference": ({"inference_mode": True}, 2, {}, "inference_mode=True leaves nothing to train"),
+}
+WRONG: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
+    "none": ({}, 0, {}, "members=0"),
+    "empty": ({}, [], {}, "members is an empty list"),
+    "one dict": ({}, {"r": 2}, {}, "members={'r': 2}"),
+    "unknown": ({}, [{"rank": 2}], {}, "'rank' is no field of LoraConfig"),
+    "seeds": ({}, 2, {"seeds": [1]}, "1 seeds for 2 members"),
+    "number of seeds": ({}, 2, {"seeds": 3}, "seeds=3: give a list of whole numbers, one per member"),
+    "no whole seeds": ({}, 2, {"seeds": [0, 1.5]}, r"seeds=\[0, 1\.5\]: give a list of whole numbers"),
+    "no whole room": ({}, 2, {"max_rank": 8.5}, "max_rank=8.5: give a whole number, or None"),
+    "room": ({}, 2, {"max_rank": 2}, "max_rank=2 is less than the rank 8"),
+    "no config": ({}, [1], {}, "member 0 must be a peft.LoraConfig, got int"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_members_that_do_not_compose_are_refused(case: str) -> None:
-    fields, members, message = REFUSED[case]
-    with pytest.raises(hf.FusionError, match=message):
-        hf.lora(llama(), lora_config(**{**QV, **fields}), members)
-
-
-WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "none": (0, {}, "members=0"),
-    "empty": ([], {}, "members is an empty list"),
-    "one dict": ({"r": 2}, {}, "members={'r': 2}"),
-    "unknown": ([{"rank": 2}], {}, "'rank' is no field of LoraConfig"),
-    "seeds": (2, {"seeds": [1]}, "1 seeds for 2 members"),
-    "number of seeds": (2, {"seeds": 3}, "seeds=3: give a list of whole numbers, one per member"),
-    "no whole seeds": (2, {"seeds": [0, 1.5]}, r"seeds=\[0, 1\.5\]: give a list of whole numbers"),
-    "no whole room": (2, {"max_rank": 8.5}, "max_rank=8.5: give a whole number, or None"),
-    "room": (2, {"max_rank": 2}, "max_rank=2 is less than the rank 8"),
-    "no config": ([1], {}, "member 0 must be a peft.LoraConfig, got int"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case: str) -> None:
-    members, options, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
-        hf.lora(llama(), lora_config(**QV), members, **options)
+@pytest.mark.parametrize("case", [*REFUSED, *WRONG])
+def test_adapters_that_are_refused(case: str) -> None:
+    fields, members, options, message = {**REFUSED, **WRONG}[case]
+    with pytest.raises(hf.FusionError if case in REFUSED else ValueError, match=message):
+        hf.lora(llama(), lora_config(**{**QV, **fields}), members, **options)
 
 
 # The estimators of hfusion.sklearn: scikit-learn's own checks, and what they promise beyond.
