@@ -27,7 +27,6 @@ from hfusion.core.membership import Membership, mark
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.calibrate import ComputeRates, Rates
 from tests.alone import normal
-from tests.forwards.table import linear, module
 from tests.optim.arrays import Array
 
 NAN, INF = float("nan"), float("inf")
@@ -733,20 +732,6 @@ def test_hyper_parameters_are_refused_wherever_they_come_from(name: str, options
     with pytest.raises(ValueError, match=words):
         fused.step()
     assert all(torch.equal(state(array)[key], tensor) for key, tensor in before.items())
-
-
-def test_models_with_values_that_decide_on_forward() -> None:
-    deciding = module(lambda self, x: self.fc(x) * self.state if self.state else self.fc(x), fc=linear)
-    scaling = module(lambda self, x: self.fc(x) * self.state, fc=linear)
-    for make, values, words in (
-        (deciding, (0.0, 2.0), r"different numbers of nodes \(model 0: \d, model 1: \d\)"),
-        (scaling, (torch.ones(4), torch.ones(1)), r"\(4,\) torch.float32 on cpu in model 0, \(1,\)"),
-    ):
-        models = [make(), make()]
-        for model, value in zip(models, values, strict=True):
-            model.state = value
-        with pytest.raises(hf.FusionError, match=words):
-            hf.fuse(models)(normal(2, 4))
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["own input", "shared input"])

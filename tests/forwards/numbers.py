@@ -130,6 +130,19 @@ row(
     refused=STEERS,
 )
 
+row(
+    "number that is none for some",
+    lambda self, x: self.fc(x) * self.number if self.number else self.fc(x),
+    number=each(0.0, 2.0),
+    refused=r"different numbers of nodes \(model 0: \d, model 1: \d\)",
+)
+row(
+    "tensors of unlike sizes",
+    lambda self, x: self.fc(x) * self.held,
+    held=each(torch.ones(4), torch.ones(1)),
+    refused=r"\(4,\) torch.float32 on cpu in model 0, \(1,\)",
+)
+
 # Attributes of any kind in which members differ, or which are equal.
 Row, Options, Number = type("Row", (list,), {}), type("Options", (dict,), {}), type("Number", (float,), {})
 Slotted = type("Slotted", (), {"__slots__": ("scale",)})

@@ -310,8 +310,9 @@ SCHEDULED_EPOCHS, LOADER = 4, batches(torch.float64, 3)
 SCHEDULED_RATES = [0.1, 0.05, 0.2]
 
 
-def step_lr(optimizer: Any) -> Any:
-    return lr_scheduler.StepLR(optimizer, 2, 0.5)
+step_lr = partial(lr_scheduler.StepLR, step_size=2, gamma=0.5)
+cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=20)
+plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.3)
 
 
 def warm_up(optimizer: Any) -> Any:
@@ -320,14 +321,6 @@ def warm_up(optimizer: Any) -> Any:
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)],
         [3],
     )
-
-
-def cycle(optimizer: Any) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20)
-
-
-def plateau(optimizer: Any) -> Any:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
 
 
 SCHEDULES: dict[str, Any] = {
