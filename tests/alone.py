@@ -100,7 +100,7 @@ def compare_call(
     if grads:
         for outputs in (ours, *theirs):
             _backward(outputs)
-        _compare_gradients(fused, alone, what)
+        compare_gradients(fused, alone, what)
     compare_tensors(fused, alone, what)
 
 
@@ -127,7 +127,7 @@ def assert_trained_alone(
         args = [call(*batch).of_member(row)[0] for row in range(len(models))]
         expected = [member.call(*own)[0] for member, own in zip(members, args, strict=True)]
         close(step(*batch), expected, f"losses of step {number}")
-        _compare_gradients(fused, models, f"step {number}")
+        compare_gradients(fused, models, f"step {number}")
         compare_tensors(fused, models, f"step {number}")
     return step
 
@@ -168,7 +168,7 @@ def _backward(outputs: Any) -> None:
         torch.stack(parts).sum().backward()
 
 
-def _compare_gradients(fused: hf.FusedModule, alone: Sequence[nn.Module], what: str) -> None:
+def compare_gradients(fused: hf.FusedModule, alone: Sequence[nn.Module], what: str) -> None:
     for name, parameter in fused.named_parameters():
         rows = [model.get_parameter(name).grad for model in alone]
         present = [row for row in rows if row is not None]

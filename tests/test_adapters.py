@@ -204,10 +204,7 @@ def population(base: Base, adapters: Any, run: Run) -> hf.Population:
 
 def assert_same(actual: Any, expected: Any) -> None:
     """Every tensor of two models, by name."""
-    actual_state, expected_state = actual.state_dict(), expected.state_dict()
-    assert actual_state.keys() == expected_state.keys()
-    for name, tensor in expected_state.items():
-        torch.testing.assert_close(actual_state[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(dict(actual.state_dict()), dict(expected.state_dict()), rtol=1e-9, atol=1e-11)
 
 
 CASES: dict[str, tuple[Base, dict[str, Any], list[dict[str, Any]]]] = {

@@ -125,10 +125,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
 STRANGER = 12345
 
 
-def given_away(path: Path) -> None:
-    os.chown(path, STRANGER, -1)
-
-
 def linked(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to(path.with_name("elsewhere"))
@@ -157,7 +153,9 @@ def another(path: Path) -> None:
 
 
 ATTACKS = {
-    "given away": pytest.param(given_away, f"it belongs to user {STRANGER}", marks=needs_root),
+    "given away": pytest.param(
+        lambda path: os.chown(path, STRANGER, -1), f"it belongs to user {STRANGER}", marks=needs_root
+    ),
     "writable": pytest.param(lambda path: path.chmod(0o620), "others can write to it"),
     "a link": pytest.param(linked, "symbolic links"),
     "a pipe": pytest.param(pipe, "it is no regular file"),

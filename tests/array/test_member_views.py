@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hfusion as hf
-from tests.alone import Member, Own
+from tests.alone import Member, Own, compare_tensors
 
 MEMBERS = 4
 Make = Callable[[], nn.Module]
@@ -207,10 +207,6 @@ def test_changes_that_do_not_fit_are_refused_until_undone(change: Any, undo: Any
 # Steps, populations, runs.
 
 
-def told(model: Any) -> None:
-    model.get_submodule("fc").requires_grad_(False)
-
-
 def test_a_population_hears_its_members() -> None:
     fused, models = pair()
     make = lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
@@ -221,15 +217,13 @@ def test_a_population_hears_its_members() -> None:
     assert pop.models[-1] is fused[3]
     for model in (pop.models[2], models[2]):
         assert model is not None
-        told(model)
+        model.get_submodule("fc").requires_grad_(False)
         model.get_submodule("norm").eval()
         model.get_submodule("out").register_forward_hook(double)
     for _ in range(2):
         losses = pop.step(inputs(), inputs(1))
         close(losses, torch.stack([member.call(inputs(), inputs(1))[0] for member in alone]), "losses")
-    for member, expected in zip(fused, models, strict=True):
-        for key, value in expected.state_dict().items():
-            close(member.state_dict()[key], value, key)
+    compare_tensors(fused, models, "after the steps")
 
 
 class MaxNorm(nn.Linear):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import Branch, Member, Own, assert_trained_alone
+from tests.alone import Branch, Member, Own, assert_trained_alone, compare_tensors
 
 # Batches of different sizes: each member's outputs, losses, gradients and buffers are those of the member alone.
 SIZES = [3, 5, 64, 5]
@@ -257,9 +257,7 @@ def test_twenty_steps_and_an_evaluation_of_a_population(norm: list[nn.Module], a
         pop.step(hf.stacked(xs), hf.stacked(ts))
         for member, x, t in zip(members, xs, ts, strict=True):
             member.call(x, t)
-    for b, model in enumerate(models):
-        for key, tensor in model.state_dict().items():
-            close(pop.models[b].state_dict()[key], tensor, key)
+    compare_tensors(pop.fused, models, "after the steps")
     scores = pop.evaluate(F.cross_entropy, [(hf.stacked(xs), hf.stacked(ts))] * 2)
     for b, model in enumerate(models):
         close(scores[b], F.cross_entropy(model.eval()(xs[b]), ts[b]).detach())

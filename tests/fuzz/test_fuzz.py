@@ -78,18 +78,6 @@ def _others(y: Tensor) -> Tensor:
     return y.roll(1, 0)
 
 
-def _twice_the_gradient(y: Tensor) -> Tensor:
-    return y + (y - y.detach())
-
-
-def _rounded(y: Tensor) -> Tensor:
-    return y.float().to(y.dtype)
-
-
-def _seeded(y: Tensor) -> Tensor:
-    return y * 1.0 + 0.0 * torch.rand(y.shape)
-
-
 def _fails(y: Tensor) -> Tensor:
     raise IndexError("no such row")
 
@@ -108,8 +96,8 @@ def _plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Tensor]) -
     ("fault", "verdict", "words"),
     [
         (_others, Verdict.DIFFERENT, "output 0"),
-        (_twice_the_gradient, Verdict.DIFFERENT, "gradient of s0.weight"),
-        (_rounded, Verdict.DIFFERENT, "output 0"),
+        (lambda y: y + (y - y.detach()), Verdict.DIFFERENT, "gradient of s0.weight"),
+        (lambda y: y.float().to(y.dtype), Verdict.DIFFERENT, "output 0"),
         (_fails, Verdict.RAW, "IndexError: no such row"),
     ],
 )
@@ -122,7 +110,7 @@ def test_a_wrong_rule_is_found(fault: Any, verdict: Verdict, words: str, monkeyp
 
 
 def test_a_moved_random_state_is_found_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    _plant(monkeypatch, _seeded)
+    _plant(monkeypatch, lambda y: y * 1.0 + 0.0 * torch.rand(y.shape))
     result = outcome(_chain(Step("eval", "forward", 3, 3)))
     assert "random state moved" in result.words
 

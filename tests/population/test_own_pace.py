@@ -17,7 +17,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.population import training_group
 from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.train_step import TrainStep
-from tests.alone import Member, Own
+from tests.alone import Member, Own, compare_tensors
 from tests.forwards.table import module
 
 # Members that step by themselves, with updates of their own numbers of calls: each equals that model alone.
@@ -234,8 +234,7 @@ def test_members_with_loaders_of_their_own_equal_members_alone(kind: str) -> Non
         Member(model, torch.optim.AdamW, F.cross_entropy, Own(0.01)).epoch(loader * epochs[row])
         member = pop.models[row]
         assert member is not None
-        for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(member.state_dict(), model.state_dict(), rtol=1e-9, atol=1e-11)
     assert pop.ages.tolist() == [6, 2, 3, 6, 4]
 
 
@@ -282,9 +281,7 @@ def test_members_train_as_alone(size: int, accumulate: Any) -> None:
         losses = pop.step(x + step, y)
         expected = torch.stack([member.call(x + step, y)[0] for member in members])
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
-    for b, model in enumerate(alone):
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(pop.fused.state_dict()[name][b], value, rtol=1e-9, atol=1e-11)
+    compare_tensors(pop.fused, alone, "after the steps")
     assert f"{size} of 5 at a time" in str(pop.array._step.report())
 
 

@@ -57,14 +57,6 @@ def mean(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tens
     return result
 
 
-def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(actual) == list(expected)
-    for name in actual:
-        torch.testing.assert_close(
-            actual[name], expected[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def test_the_mean_of_equal_values_is_that_to_the_bit() -> None:
     base = nn.Linear(5, 64).double().requires_grad_(False)
     pop = hf.Population(
@@ -87,12 +79,12 @@ def test_the_mean_of_members(kind: str, weighted: bool) -> None:
     expected = mean([before[row] for row in (0, 1, 3)], weights or [1.0] * 3)
     model = pop.average(weights=weights)
     assert isinstance(model, nn.Module)
-    close(model.state_dict(), expected)
+    close(dict(model.state_dict()), expected)
     for row in (0, 1, 3):
-        close(pop.fused[row].state_dict(), before[row])
+        close(dict(pop.fused[row].state_dict()), before[row])
     swapped = pop.average([3, 0], [2.0, 6.0])
     assert isinstance(swapped, nn.Module)
-    close(swapped.state_dict(), mean([before[3], before[0]], [2.0, 6.0]))
+    close(dict(swapped.state_dict()), mean([before[3], before[0]], [2.0, 6.0]))
 
 
 def net() -> nn.Module:
@@ -113,7 +105,7 @@ def moments(values: list[Tensor], weights: list[float] | None) -> tuple[Tensor, 
     return mean, square.sqrt()
 
 
-def ensemble_close(actual: Any, expected: Any) -> None:
+def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -126,7 +118,7 @@ def test_moments_are_those_of_the_members(name: str, softmax: int | None) -> Non
     x = torch.randn(5, 4, dtype=DOUBLE)
     outputs = [model(x) if softmax is None else model(x).softmax(softmax) for model in models]
     expected = moments(outputs, WEIGHTS[name])
-    ensemble_close(ensemble(x), expected)
+    close(ensemble(x), expected)
     program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -134,10 +126,10 @@ def test_moments_are_those_of_the_members(name: str, softmax: int | None) -> Non
     served = torch.export.load(file).module()
     for samples in (2, 5, 9):
         x = torch.randn(samples, 4, dtype=DOUBLE)
-        ensemble_close(served(x), ensemble(x))
+        close(served(x), ensemble(x))
     twin = hf.Ensemble(hf.fuse([net() for _ in models]), WEIGHTS[name], softmax=softmax).eval()
     twin.load_state_dict(ensemble.state_dict())
-    ensemble_close(twin(x), ensemble(x))
+    close(twin(x), ensemble(x))
 
 
 def greedy(outputs: list[Tensor], size: int, loss: Callable[[Tensor], float]) -> tuple[list[int], list[float]]:
@@ -182,7 +174,7 @@ def test_selection_is_that_of_the_plain_loop(case: str, size: int) -> None:
     assert [sign * score for score in chosen.scores] == pytest.approx(expected, rel=1e-12)
     assert sum(chosen.counts.values()) == len(order)
     assert 5 not in chosen.rows
-    ensemble_close(chosen.weights, torch.tensor([order.count(k) / len(order) for k in range(8)], dtype=DOUBLE))
+    close(chosen.weights, torch.tensor([order.count(k) / len(order) for k in range(8)], dtype=DOUBLE))
     with torch.no_grad():
         mean, _ = hf.Ensemble(models, chosen.weights, softmax=None if case == "numbers" else -1)(x)
     assert losses[case](mean) == pytest.approx(expected[-1], rel=1e-9)
@@ -212,13 +204,13 @@ def test_groups_of_a_population_are_one_ensemble(name: str) -> None:
     pop.step(x, y)
     alone = [copy.deepcopy(member).eval() for member in pop.models if member is not None]
     ensemble = hf.Ensemble(pop, PARTS[name], softmax=-1).eval()
-    ensemble_close(ensemble(x), moments([member(x).softmax(-1) for member in alone], PARTS[name]))
+    close(ensemble(x), moments([member(x).softmax(-1) for member in alone], PARTS[name]))
     if name in ("all", "some"):
         program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
-        ensemble_close(program.module()(x[:5]), ensemble(x[:5]))
+        close(program.module()(x[:5]), ensemble(x[:5]))
     if name == "all":
         xs = torch.randn(9, 4, 5, dtype=DOUBLE)
         outputs = [member(row).softmax(-1) for member, row in zip(alone, xs, strict=True)]
-        ensemble_close(ensemble(hf.stacked(xs)), moments(outputs, None))
+        close(ensemble(hf.stacked(xs)), moments(outputs, None))
         with pytest.raises(ValueError, match="a stacked argument has 8 entries"):
             ensemble(hf.stacked(xs[:8]))

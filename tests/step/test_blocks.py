@@ -23,7 +23,7 @@ from hfusion.step.memory_budget import block_bytes, state_bytes
 from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.train_step import TrainStep
 from tests.acts.zoo import Tied
-from tests.alone import Member, Own
+from tests.alone import Member, Own, compare_gradients, compare_tensors
 from tests.step.test_train_step import needs_compiler
 from tests.zoo import normal
 
@@ -142,12 +142,8 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
         losses = step(inputs(xs), target)
         expected = [member.call(x, target)[0] for member, x in zip(members, xs, strict=True)]
         torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-9, atol=1e-11)
-    for name, stack in fused.state_dict().items():
-        reference = torch.stack([model.state_dict()[name] for model in alone])
-        torch.testing.assert_close(stack, reference, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
-    for name, param in fused.named_parameters():
-        reference = torch.stack([dict(model.named_parameters())[name].grad for model in alone])
-        torch.testing.assert_close(param.grad, reference, rtol=1e-9, atol=1e-11)
+    compare_tensors(fused, alone, "after the steps")
+    compare_gradients(fused, alone, "after the steps")
     assert f"{case.size} of 5 at a time, at an estimated peak of" in str(step.report())
     assert ("program" in str(step.report())) == case.compile
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from tests.alone import Member, Own, assert_trained_alone
+from tests.alone import Member, Own, assert_trained_alone, compare_tensors
 from tests.forwards.table import module
 from tests.zoo import MODELS, Model, normal
 
@@ -271,9 +271,7 @@ def test_what_a_step_does_not_use_has_no_gradient() -> None:
             loss.backward()
             opt.step()
             close(losses[member], loss.detach(), f"the loss of member {member}")
-    for actual, model in zip(fused, alone, strict=True):
-        for name, parameter in model.named_parameters():
-            close(actual.get_parameter(name).detach(), parameter.detach(), name)
+    compare_tensors(fused, alone, "after the steps")
 
 
 @needs_compiler
