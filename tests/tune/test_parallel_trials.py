@@ -24,7 +24,7 @@ from hfusion.core.errors import HFusionError
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import why_no_fork
 from hfusion.tune.sweep_workers import SweepWorkers
-from tests.tune.cases import MACHINE
+from tests.tune.cases import sweep
 
 pytest.importorskip("optuna")
 
@@ -65,13 +65,9 @@ class Unpicklable(nn.Linear):
 
 def search(make_model: Any = lambda: nn.Linear(3, 2), **options: Any) -> hf.SweepResult:
     data = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
-    return hf.sweep(
-        make_model,
-        lambda trial: {"lr": trial.suggest_float("lr", 0.01, 0.1)},
-        options.pop("loss", F.cross_entropy),
-        data,
-        **{"trials": 6, "epochs": 3, "machine": MACHINE, "processes": 2, "rows": 6, **options},
-    )
+    arguments = {"make_model": make_model, "space": lambda trial: {"lr": trial.suggest_float("lr", 0.01, 0.1)}}
+    arguments |= {"loader": data, "eval_loader": None, "trials": 6, "epochs": 3, "processes": 2, "rows": 6}
+    return sweep(**{**arguments, **options})
 
 
 def where(result: hf.SweepResult) -> list[set[float]]:
@@ -80,26 +76,26 @@ def where(result: hf.SweepResult) -> list[set[float]]:
 
 
 def test_trials_are_in_as_many_processes_as_were_given() -> None:
-    places = where(search(metric=process, pruner=pruners.NopPruner()))
+    places = where(search(metric=process))
     assert len(set.union(*places)) == 2
     assert all(len(trial) == 1 and HERE not in trial for trial in places)
 
 
 def test_the_trials_of_a_round_are_shared_out() -> None:
     """Each round trains trials of its own, and the processes take as many."""
-    places = where(search(metric=process, pruner=pruners.NopPruner(), rows=4, trials=12, epochs=1))
+    places = where(search(metric=process, rows=4, trials=12, epochs=1))
     for start in (0, 4, 8):
         counts = Counter(place for trial in places[start : start + 4] for place in trial)
         assert sorted(counts.values()) == [2, 2]
 
 
 def test_none_where_none_were_given() -> None:
-    assert set.union(*where(search(metric=process, pruner=pruners.NopPruner(), processes=0))) == {HERE}
+    assert set.union(*where(search(metric=process, processes=0))) == {HERE}
 
 
 def test_models_that_cannot_be_pickled_stay(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hfusion"):
-        assert set.union(*where(search(Unpicklable, metric=process, pruner=pruners.NopPruner()))) == {HERE}
+        assert set.union(*where(search(Unpicklable, metric=process))) == {HERE}
     assert "trial 1 stays in this process, as pickle fails" in caplog.text
 
 
@@ -112,7 +108,7 @@ def test_only_one_of_the_trials_that_share_a_tensor_leaves() -> None:
         return nn.Sequential(frozen, nn.Linear(3, width), nn.Linear(width, 2))
 
     # The best trial is one that stays, as the model of another would be made again here.
-    places = where(search(make, metric=lambda *_: float(os.getpid() != HERE), pruner=pruners.NopPruner()))
+    places = where(search(make, metric=lambda *_: float(os.getpid() != HERE)))
     assert sum(trial == {1.0} for trial in places) == 1
 
 
@@ -129,14 +125,14 @@ def test_trials_have_one_thread_each_if_they_may_have_processes(
 ) -> None:
     """Also those that stay here: the number of threads affects rounding."""
     with torch_threads(2):
-        result = search(make_model, metric=threads, pruner=pruners.NopPruner(), processes=processes)
+        result = search(make_model, metric=threads, processes=processes)
     assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{expected}] * 6
 
 
 def test_the_default_is_a_process_per_core_for_two_trials_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfusion.tune.sweep.cores", lambda: 8)
     for trials, expected in ((2, 0), (6, 3)):
-        places = where(search(metric=process, pruner=pruners.NopPruner(), processes=None, trials=trials))
+        places = where(search(metric=process, processes=None, trials=trials))
         assert len(set.union(*places) - {HERE}) == expected
 
 
@@ -159,17 +155,8 @@ def test_a_long_trial_has_a_worker_of_its_own() -> None:
         width = 20_000 if number == 3 else 4
         return nn.Sequential(nn.Linear(3, width), Waiting(0.2 if number == 3 else 0.0), nn.Linear(width, 2))
 
-    data = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
-    options: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "processes": 2, "rows": 4}
-    result = hf.sweep(
-        make,
-        lambda trial: {"number": trial.number},
-        F.cross_entropy,
-        data,
-        metric=process,
-        pruner=pruners.NopPruner(),
-        **options,
-    )
+    number = {"space": lambda trial: {"number": trial.number}}
+    result = search(make, **number, metric=process, trials=4, epochs=2, rows=4)
     last = [trial.value for trial in result.trials]
     assert last.count(last[3]) == 1
 
@@ -226,30 +213,17 @@ class Own(samplers.BaseSampler):
         return distribution.low
 
 
-def running(sampler, pruner, *, trials=TRIALS, directions=None, **options):
+def running(sampler, pruner, **options):
     """Return the number of running trials each time that a trial is asked for, itself included."""
-    study = optuna.create_study(sampler=sampler, pruner=pruner, directions=directions)
-    counts = []
+    study, counts = optuna.create_study(sampler=sampler, pruner=pruner), []
 
     def space(trial):
         states = [other.state for other in study.get_trials(deepcopy=False)]
         counts.append(states.count(optuna.trial.TrialState.RUNNING))
         return {"lr": trial.suggest_float("lr", 0.001, 0.2), "momentum": trial.suggest_float("momentum", 0.0, 0.9)}
 
-    if directions:
-        options["metric"] = lambda y, t: ((y - t).square().mean(), y.square().mean())
-    hf.sweep(
-        lambda: nn.Linear(2, 1),
-        space,
-        nn.functional.mse_loss,
-        [(torch.ones(4, 2), torch.zeros(4, 1))],
-        trials=trials,
-        epochs=2,
-        optimizer=hf.optim.SGD,
-        study=study,
-        processes=0,
-        **options,
-    )
+    options = {"trials": TRIALS, "epochs": 2, "processes": 0, **options}
+    sweep(study=study, space=space, optimizer=hf.optim.SGD, **options)
     return counts
 
 
