@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -138,24 +139,12 @@ def bytes_accounted_for_are_those_of_all_tensors_on_the_device() -> None:
     # Minibatches that are evaluated may be larger. What was loaded of one stays to its end, which is not accounted for.
     evaluated = [(torch.randn(4096, 256), torch.randint(3, (4096,)))]
     on, ratios, larger = hf.Machine([hf.Device("sim:0", memory="1GiB")]), [], []
-    for count, resident, eval_loader in (
-        (1, True, None),
-        (6, False, None),
-        (1, True, evaluated),
-        (6, False, evaluated),
-    ):
-        task = hf.Task(
-            fused(partial(wide, 256), torch.float32),
-            cross_entropy,
-            optimizer=adamw,
-            loader=loader,
-            eval_loader=eval_loader,
-            seed=0,
-        )
-        plan = planned([task], on, [count], [resident])
+    for eval_loader, (count, resident) in product((None, evaluated), ((1, True), (6, False))):
+        trained = task(fused(partial(wide, 256), torch.float32), Way(adamw), loader, eval_loader=eval_loader)
+        plan = planned([trained], on, [count], [resident])
         before = list(QUEUES.taken)
         QUEUES.start(count)
-        report = hf.train([task], on, plan=plan)
+        report = hf.train([trained], on, plan=plan)
         peak, (accounted,) = QUEUES.peak[0] - before[0], report.peak.values()
         (ratios if eval_loader is None else larger).append(peak / accounted)
         assert QUEUES.taken == before
