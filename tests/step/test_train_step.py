@@ -173,9 +173,8 @@ def test_a_forward_that_counts_is_named() -> None:
     fused = hf.fuse([module(count, a=lambda: nn.Linear(3, 2), calls=0)() for _ in range(2)])
     step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match="runs eagerly.*changes Python state in calls"):
-        for _ in range(3):
-            step(torch.ones(4, 3).double(), torch.ones(4, 2).double())
-    assert fused[0].calls == 3
+        step(torch.ones(4, 3).double(), torch.ones(4, 2).double())
+    assert fused[0].calls == 1
 
 
 def branching_loss(output: Tensor, target: Tensor) -> Tensor:
