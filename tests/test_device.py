@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event, Thread
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import PlanError
-from hfusion.core.exclusive import tracing
+from hfusion.core.exclusive import FairLock, tracing
 from hfusion.device import native
 from hfusion.device.backend import Generators, accelerators, backend, random_states_kept
 from hfusion.device.cache import MAX_BYTES, cache_folder, read_sealed, write_sealed
@@ -309,7 +310,7 @@ def test_a_turn_is_taken_from_a_thread_that_hangs() -> None:
     before = torch.get_rng_state()
 
     def hang() -> None:
-        with Generators(3).active(CPU):
+        with suppress(RuntimeError), Generators(3).active(CPU):
             hangs.set()
             going_on.wait()
 
@@ -323,6 +324,48 @@ def test_a_turn_is_taken_from_a_thread_that_hangs() -> None:
         going_on.set()
         thread.join()
     assert torch.initial_seed() == 7
+
+
+class Interrupted(FairLock):
+    """A lock of which ``calls`` are over when a KeyboardInterrupt comes, right after it was taken."""
+
+    calls = 0
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        taken = super().acquire(*args, **kwargs)
+        self.calls -= 1
+        if self.calls == -1:
+            raise KeyboardInterrupt
+        return bool(taken)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_interrupt_leaves_no_lock_taken(calls: int) -> None:
+    lock, taken = Interrupted(), Event()
+    lock.calls = calls
+    with suppress(KeyboardInterrupt), lock, lock:
+        pass
+    Thread(target=lambda: lock.__enter__() and taken.set(), daemon=True).start()
+    assert taken.wait(10)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
+    lock, taken, over = FairLock(), Event(), Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            over.wait()
+
+    thread = Thread(target=hold)
+    thread.start()
+    taken.wait()
+    if not (child := os.fork()):
+        os._exit(not lock.acquire(timeout=10))
+    assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    thread.join()
 
 
 def test_an_error_puts_torchs_generator_back() -> None:

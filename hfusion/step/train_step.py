@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
-from threading import RLock
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError, NotCaptured
-from hfusion.core.exclusive import compiling
+from hfusion.core.exclusive import FairLock, compiling
 from hfusion.core.member_random import keyed
 from hfusion.core.membership import check_whole_stack
 from hfusion.core.stages import RECHECKED
@@ -111,7 +110,7 @@ class TrainStep:
         # The tensors of the latest compiled step, for which `_check_trained` has passed.
         self._trained_tensors: Any = None
         self._maker = ProgramMaker(compile, parts)
-        self._turn = RLock()  # One step at a time uses gradients and parameters.
+        self._turn = FairLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         with self._turn:

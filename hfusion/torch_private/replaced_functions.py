@@ -37,7 +37,8 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-        for name in values.keys() - before.keys():
+        # An interrupt may have come before some were set.
+        for name in vars(owner).keys() & (values.keys() - before.keys()):
             delattr(owner, name)
 
 
