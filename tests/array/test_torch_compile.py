@@ -45,18 +45,10 @@ def run(array: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def assert_same(compiled: hf.FusedModule, eager: hf.FusedModule, outputs: list[Tensor], expected: list[Tensor]) -> None:
-    state = eager.state_dict()
-    grads = {name: param.grad for name, param in eager.named_parameters()}
-    pairs = [
-        *zip(outputs, expected, strict=True),
-        *((tensor, state[name]) for name, tensor in compiled.state_dict().items()),
-    ]
-    for name, param in compiled.named_parameters():
-        assert (param.grad is None) == (grads[name] is None)
-        if param.grad is not None:
-            pairs.append((param.grad, grads[name]))
-    for actual, their in pairs:
-        torch.testing.assert_close(actual, their, rtol=1e-9, atol=1e-12)
+    def results(array: hf.FusedModule, outputs: list[Tensor]) -> list[Any]:
+        return [outputs, dict(array.state_dict()), {name: param.grad for name, param in array.named_parameters()}]
+
+    torch.testing.assert_close(results(compiled, outputs), results(eager, expected), rtol=1e-9, atol=1e-12)
 
 
 # "branching" runs the members' own code, with a branch on values.

@@ -91,15 +91,12 @@ def close(actual: Tensor, expected: Tensor, label: str) -> None:
 
 
 def compare(module: nn.Module, reference: nn.Module, when: str) -> None:
-    expected = reference.state_dict()
-    for name, tensor in module.state_dict().items():
-        close(tensor, expected[name], f"{name} {when}")
-    grads = {name: p.grad for name, p in reference.named_parameters()}
-    for name, parameter in module.named_parameters():
-        assert (parameter.grad is None) == (grads[name] is None), f"gradient of {name} {when}"
-        if parameter.grad is not None:
-            assert parameter.grad.is_contiguous()
-            close(parameter.grad, grads[name], f"gradient of {name} {when}")
+    ours, theirs = (
+        [dict(each.state_dict()), {name: param.grad for name, param in each.named_parameters()}]
+        for each in (module, reference)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda m: f"{when}: {m}")
+    assert all(param.grad is None or param.grad.is_contiguous() for param in module.parameters())
 
 
 def pair(
