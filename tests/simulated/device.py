@@ -74,19 +74,10 @@ def _library() -> Path:
         includes = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             compiled = Path(folder, "made.so")
-            command = [
-                "g++",
-                "-O1",
-                "-std=c++20",
-                "-shared",
-                "-fPIC",
-                "-w",
-                *includes,
-                str(SOURCE),
-                "-o",
-                str(compiled),
-            ]
-            subprocess.run([*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"], check=True, timeout=300)
+            options = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", *includes]
+            libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+            command = ["g++", *options, str(SOURCE), "-o", str(compiled), *libraries]
+            subprocess.run(command, check=True, timeout=300)
             compiled.replace(path)
     return path
 

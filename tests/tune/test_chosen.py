@@ -121,16 +121,9 @@ def three_layers() -> nn.Module:
 def test_param_groups_by_the_places_of_parameters() -> None:
     """A group keeps what it gives itself, and takes the rest from the trial."""
     loader = [(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)) for _ in range(2)]
-    result = hf.sweep(
-        three_layers,
-        lambda trial: {"weight_decay": trial.suggest_float("weight_decay", 0.1, 0.5)},
-        F.mse_loss,
-        loader,
-        optimizer=by_place,
-        trials=2,
-        epochs=2,
-        processes=0,
-    )
+    arguments = {"make_model": three_layers, "loss": F.mse_loss, "loader": loader, "eval_loader": None}
+    space = {"space": lambda trial: {"weight_decay": trial.suggest_float("weight_decay", 0.1, 0.5)}}
+    result = cases.sweep(**arguments, **space, optimizer=by_place, trials=2, epochs=2, processes=0)
     model = three_layers()
     body, head = list(model[0].parameters()), list(model[2].parameters())  # type: ignore[index]
     groups: list[Any] = [
