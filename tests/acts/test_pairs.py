@@ -80,8 +80,18 @@ THAWED = [
 PLANS = [*table(), *JOINING, *THAWED]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.client}-{plan.setup.entry}-{plan.seed}")
-def test_walk(plan: Plan) -> None:
+def name_of(plan: Plan | Sweep) -> str:
+    client = plan.client if isinstance(plan, Plan) else "sweep"
+    return f"{client}-{plan.setup.entry}-{plan.seed}"
+
+
+@pytest.mark.parametrize("plan", PLANS[::3], ids=name_of)
+def test_one_walk_of_three(plan: Plan) -> None:
+    run(plan)
+
+
+@pytest.mark.parametrize("plan", [plan for number, plan in enumerate(PLANS) if number % 3], ids=name_of)
+def test_other_walks(plan: Plan) -> None:
     run(plan)
 
 
@@ -106,6 +116,14 @@ def sweeps() -> list[Sweep]:
     return plans
 
 
-@pytest.mark.parametrize("sweep", sweeps(), ids=lambda sweep: f"{sweep.setup.entry}-{sweep.seed}")
-def test_sweep(sweep: Sweep) -> None:
+SWEEPS = sweeps()
+
+
+@pytest.mark.parametrize("sweep", SWEEPS[::4], ids=name_of)
+def test_one_sweep_of_four(sweep: Sweep) -> None:
+    sweep.run()
+
+
+@pytest.mark.parametrize("sweep", [sweep for number, sweep in enumerate(SWEEPS) if number % 4], ids=name_of)
+def test_other_sweeps(sweep: Sweep) -> None:
     sweep.run()
