@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -251,6 +251,9 @@ class TrainStep:
     def compilations(self) -> int:
         """Number of compiled programs."""
         return self._maker.count
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a train_step cannot be copied or pickled: make another, of a copy of its array and optimizer")
 
     def __repr__(self) -> str:
         name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
