@@ -179,7 +179,7 @@ def array_state(rows: Sequence[int], module: nn.Module, optimizer: Any, schedule
         values[name] = (own(member_rows(tensor, mark)) if mark is not None and mark.is_own else tensor).detach()
     state: dict[str, Any] = {"module": values, "stacked": stacked}
     if optimizer is not None:
-        state["optimizer"] = {**_described(optimizer), "begun": optimizer.initial_values}
+        state["optimizer"] = {"described": _described(optimizer), "begun": optimizer.initial_values}
         tables = optimizer.tables().items()
         state["state"] = {name: {key: own(stack) for key, stack in table.columns.items()} for name, table in tables}
         shared = _shared_params(optimizer)
@@ -358,8 +358,11 @@ class SaveReader:
         """Read the members' state into an optimizer."""
         if (record := self.agreed("optimizer")) is None:
             raise CheckpointError(f"{self.path} holds no optimizer")
-        if odd := _difference(record, _described(optimizer)):
-            raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
+        for old, new in zip(record["described"], _described(optimizer), strict=False):
+            if old != new:
+                raise CheckpointError(
+                    f"{self.path} was saved with another optimizer: {old}, not {new}; give the one that it had"
+                )
         stop = 0
         for saved, indices in self.parts:
             start, stop = stop, stop + len(indices)
@@ -458,16 +461,13 @@ def _devices_of(models: Sequence[nn.Module]) -> list[torch.device]:
     return list(dict.fromkeys(tensor.device for model in models for _, tensor in tensors_of(model)))
 
 
-def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
-    """Return the class, parameters and options of an optimizer, which must be the same when it is loaded."""
-    groups = [
-        {
-            "params": [membership_of(param).name for param in group["params"]],
-            "options": {key: group[key] for key in optimizer.options},
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"class": type(optimizer).__name__, "groups": groups}
+def _described(optimizer: FusedOptimizer) -> list[Any]:
+    """Return the class of an optimizer, and options and parameters of each group: the same when it is loaded."""
+    described: list[Any] = [type(optimizer).__name__, f"{len(optimizer.param_groups)} param groups"]
+    for group in optimizer.param_groups:
+        described.append({key: group[key] for key in optimizer.options})
+        described.append([membership_of(param).name for param in group["params"]])
+    return described
 
 
 def _shared_params(optimizer: FusedOptimizer) -> list[tuple[Tensor, str]]:
@@ -508,15 +508,6 @@ def _check_entry(path: Path, optimizer: FusedOptimizer, param: Tensor, entry: st
     member_shape = param.shape[1:] if mark.stacked else param.shape
     if shape != (torch.Size() if entry in optimizer.numbers else member_shape):
         raise CheckpointError(f"{path}: {entry} of {mark.name} has shape {list(shape)} in each member")
-
-
-def _difference(saved: Any, current: Any) -> str:
-    """Describe the first difference between two optimizers; empty if there is none."""
-    groups, others = saved["groups"], current["groups"]
-    pairs = [(saved["class"], current["class"]), (f"{len(groups)} param groups", f"{len(others)} param groups")]
-    for group, other in zip(groups, others, strict=False):
-        pairs += [(group[key], other[key]) for key in ("options", "params")]
-    return next((f"{old}, not {new}" for old, new in pairs if old != new), "")
 
 
 def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:

@@ -244,7 +244,7 @@ def _saved(folder: Path, last: int, states: Sequence[dict[str, Tensor]]) -> list
     errors = [] if steps[-1:] == [last] else [f"saved after the steps {steps}, and {last} were done"]
     for save in saves:
         for name, tensor in states[save.step].items():
-            saved = save.tensors.get(f"members/module/{name}", save.tensors.get(f"module/{name}"))
+            saved = save.tensors.get(f"module/{name}")
             if saved is None or not torch.equal(saved, tensor):
                 errors.append(f"{name} is wrong in what was saved after step {save.step}")
     return errors
