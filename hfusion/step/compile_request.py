@@ -34,8 +34,6 @@ from hfusion.device.backend import attention_kernels, use_attention_kernels
 from hfusion.step.step_graph import StepCall, StepSource
 from hfusion.torch_private.inductor import changed_values, under_values
 
-_PLAIN = (bool, int, float, str, type(None))
-
 
 def write_request(source: StepSource, autocast: Any) -> str | None:
     """Return the request for the program of ``source`` as JSON; None if it cannot be written as plain values.
@@ -47,13 +45,7 @@ def write_request(source: StepSource, autocast: Any) -> str | None:
     def written(bound: BoundProgram) -> dict[str, Any]:
         return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.locations]}
 
-    inductor = changed_values()
     try:
-        for name, value in inductor.items():
-            items = value if isinstance(value, (list, tuple)) else [value]
-            if not all(type(item) in _PLAIN for item in items):
-                # Such as a pass of the user's own.
-                raise Unwritable(f"the setting {name} of Inductor is {value!r:.80}")
         content = {
             "forward": written(source.forward),
             "loss": written(source.loss),
@@ -62,11 +54,12 @@ def write_request(source: StepSource, autocast: Any) -> str | None:
             "target": list(map(_write_leaf, source.call.target.leaves)),
             "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
             "settings": {name: read() for name, (read, _) in _SETTINGS.items()},
-            "inductor": inductor,
+            "inductor": changed_values(),
         }
-    except Unwritable:
+        return json.dumps(content, sort_keys=True)
+    # Not JSON is an argument of another type, or a setting of Inductor that is a pass of the user's own.
+    except (Unwritable, TypeError):
         return None
-    return json.dumps(content, sort_keys=True)
 
 
 @contextmanager
@@ -106,8 +99,6 @@ def _write_leaf(leaf: Any) -> Any:
     tensor = leaf.tensor if isinstance(leaf, StackedInput) else leaf
     if isinstance(tensor, Tensor) and is_plain(tensor):
         return {"stacked": is_stacked(leaf), **write_example(tensor, {})}
-    if type(leaf) not in _PLAIN:
-        raise Unwritable(f"the argument {leaf!r:.80}")
     return leaf
 
 
@@ -126,10 +117,7 @@ def _name(dtype: torch.dtype) -> str:
 # The settings of a process that tracing and Inductor depend on: functions that read and set them.
 _SETTINGS: Mapping[str, tuple[Any, Any]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),
-    "dtype": (
-        lambda: _name(torch.get_default_dtype()),
-        lambda name: torch.set_default_dtype(getattr(torch, name)),
-    ),
+    "dtype": (lambda: _name(torch.get_default_dtype()), lambda name: torch.set_default_dtype(getattr(torch, name))),
     "deterministic": (
         lambda: [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
         lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),

@@ -114,7 +114,6 @@ class ProgramMaker:
                 params = [(held, name) for held, name in variant.tensor_refs if isinstance(held[name], nn.Parameter)]
                 whole = BlocksStep(tuple(ready), tuple(kinds), block, sources[0].tensors, tuple(params))
                 variant.program = variant.partition.applied(whole)
-                variant.note = f"in one part: {variant.partition.why}" if variant.partition.why else ""
                 if self.compile is None and on_cpu:
                     # Times that were kept decide whether the program is used, else a trial does.
                     key = json.dumps([*requests, variant.partition.threads]) if kept else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -44,25 +44,11 @@ class Unprofitable(Exception):
     """A step should not be compiled, because it does not pay or would fail; the message gives the reason."""
 
 
-class StepProgram(Protocol):
-    """A compiled step. It is valid for calls of its captured forward and loss whose sizes pass ``fits``."""
-
-    @property
-    def how(self) -> str: ...
-    @property
-    def team(self) -> Team | None:
-        """The threads that it runs on, besides torch's."""
-
-    def fits(self, call: StepCall) -> bool: ...
-    def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers, and return the losses ``[B]``."""
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BlocksStep:
     """One program for every kind of block of ``size`` members, called once per block; block k runs ``kinds[k]``.
 
-    The last block may be smaller.
+    The last block may be smaller. It is valid for calls of the captured forward and loss whose sizes pass `fits`.
 
     Attributes:
         params: all parameters, including those without a gradient.
@@ -73,7 +59,16 @@ class BlocksStep:
     size: int
     tensors: Tensors
     params: tuple[Location, ...]
-    team: Team | None = None
+
+    @property
+    def parts(self) -> tuple[tuple[BlockProgram, ...], tuple[int, ...], int, Tensors, tuple[Location, ...]]:
+        """Its fields, of which a step that runs otherwise is made."""
+        return self.programs, self.kinds, self.size, self.tensors, self.params
+
+    @property
+    def team(self) -> Team | None:
+        """The threads that it runs on, besides torch's."""
+        return None
 
     @property
     def operators(self) -> Sequence[Any]:
@@ -81,6 +76,7 @@ class BlocksStep:
 
     @property
     def how(self) -> str:
+        """How it runs, for reports."""
         count = len(self.programs[0].operators)
         programs = "one program" if len(self.programs) == 1 else f"{len(self.programs)} programs"
         if len(self.kinds) == 1:
@@ -112,6 +108,7 @@ class BlocksStep:
         return all(program.fits(call.of_rows(rows).batch()) for program, rows in pairs)
 
     def step(self, call: StepCall) -> Tensor:
+        """Write gradients and buffers, and return the losses ``[B]``."""
         clear(self.params)
         tensors = self.tensors.all()
         batch = [*call.batch(), *([new_seeds(self.tensors.members)] if self.seeded else [])]
@@ -210,16 +207,8 @@ def compile_program(source: StepSource) -> BlockProgram | NoProgram:
 
     Raises any error of tracing or compiling.
     """
-    graph = trace(source)
-    if why := _not_worth_it(graph, source):
-        return NoProgram(why)
-    run = build(graph, source.values, source.call.batch())
-    return BlockProgram(run, graph.trained, graph.operators, Guards(graph.batch), bool(graph.seeds))
-
-
-def _not_worth_it(graph: StepGraph, source: StepSource) -> str:
-    """Return why Inductor should not compile ``graph``; empty if it should."""
-    call, dynamic_dims = source.call, captured_dims(source.forward, source.loss, source.call)
+    graph, call = trace(source), source.call
+    dynamic_dims, operators = captured_dims(source.forward, source.loss, call), graph.operators
     # If only the target's sizes vary, the other sizes may come from other arrays that use the same loss.
     if any(dims - {0} for dims in dynamic_dims[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
         rows = zip(dynamic_dims, call.stacked, map(open_dims, graph.batch), call.batch(), strict=True)
@@ -230,16 +219,16 @@ def _not_worth_it(graph: StepGraph, source: StepSource) -> str:
             if dim not in remaining
         ]
         if specialized:
-            return (
+            return NoProgram(
                 f"its sizes vary, and a program would hold for one size only of {' and of '.join(specialized)}, "
                 "which an operator needs to know"
             )
-    operators = graph.operators
     if refused := sorted(str(operator) for operator in _NOT_COMPILED & set(operators)):
-        return f"inductor cannot call {', '.join(refused)}, by which recurrent layers run"
+        return NoProgram(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
     if len(operators) > MAX_OPERATORS:
-        return f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}"
-    return ""
+        return NoProgram(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")
+    run = build(graph, source.values, call.batch())
+    return BlockProgram(run, graph.trained, operators, Guards(graph.batch), bool(graph.seeds))
 
 
 # Compile the graph of a step with Inductor, and check the program.

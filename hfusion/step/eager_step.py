@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.array.array_editing import trust
@@ -34,12 +34,7 @@ class EagerStep:
         self._blocks: dict[int, GatheredRows] = {}
 
     def run(
-        self,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        target: Any,
-        size: int | None,
-        seeds: bool,
+        self, args: Sequence[Any], kwargs: dict[str, Any], target: Any, size: int | None, seeds: bool
     ) -> tuple[Tensor, Any]:
         """Accumulate the gradients of a step in ``.grad``. Return the losses ``[B]``, detached, and the outputs.
 
@@ -62,12 +57,7 @@ class EagerStep:
         return losses.detach(), outputs
 
     def _run_blocks(
-        self,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        target: Any,
-        size: int,
-        draws: Callable[[], Tensor] | None,
+        self, args: Sequence[Any], kwargs: dict[str, Any], target: Any, size: int, draws: Callable[[], Tensor] | None
     ) -> tuple[Tensor, Any]:
         fused, losses, outputs = self._fused, list[Tensor](), None
         for rows in blocks_of(len(fused), size):
@@ -86,7 +76,11 @@ class EagerStep:
             losses.append(value.detach())
             if outputs is None:
                 outputs = _expanded(block_outputs, len(fused))
-                _trust_whole(fused, block, Arguments.of(block_args, block_kwargs), Arguments.of(tuple(args), kwargs))
+                part, whole = Arguments.of(block_args, block_kwargs), Arguments.of(tuple(args), kwargs)
+                checked = None if part.ragged or whole.ragged else block.array.find(part)
+                # The program of all members, and those of later blocks, need not repeat this block's self-check.
+                if checked is not None and (program := fused.find(whole)) is not None:
+                    trust(checked, program)
             # Free their memory before the next block runs.
             del block_outputs, value
         return torch.cat(losses), outputs
@@ -131,12 +125,3 @@ def _expanded(outputs: Any, members: int) -> Any:
         return leaf.detach()[:1].expand(members, *leaf.shape[1:]).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(first, outputs)
-
-
-def _trust_whole(fused: nn.Module, block: GatheredRows, block_inputs: Arguments, inputs: Arguments) -> None:
-    """Let the program of all members, and those of later blocks, skip the self-check that this block has passed."""
-    if block_inputs.ragged or inputs.ragged:
-        return
-    checked, program = block.array.find(block_inputs), block.whole.find(inputs)
-    if checked is not None and program is not None:
-        trust(checked, program)

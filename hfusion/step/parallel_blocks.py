@@ -29,7 +29,7 @@ from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.passes.cost.price import Model
-from hfusion.step.compiled_step import BlocksStep, StepProgram, clear, too_many_kinds
+from hfusion.step.compiled_step import BlocksStep, clear, too_many_kinds
 from hfusion.step.recorded_step import recorded
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.inductor import CannotPartition, handles_of, row_entry, tensors_of
@@ -40,24 +40,15 @@ _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 class _BlockFields(ctypes.Structure):
     """The struct of the same name in `team.c`."""
 
-    _fields_ = (
-        ("program", _POINTER),
-        ("start", _INTEGER),
-        ("rows", _INTEGER),
-    )
+    _fields_ = (("program", _POINTER), ("start", _INTEGER), ("rows", _INTEGER))
 
 
 class _StepFields(ctypes.Structure):
     """The struct of the same name in `team.c`."""
 
     _fields_ = (
-        ("blocks", _POINTER),
-        ("tensors", _POINTER),
-        ("stacked", ctypes.c_char_p),
-        ("inputs", _INTEGER),
-        ("outputs", _POINTER),
-        ("bytes", _POINTER),
-        ("count", _INTEGER),
+        *(("blocks", _POINTER), ("tensors", _POINTER), ("stacked", ctypes.c_char_p), ("inputs", _INTEGER)),
+        *(("outputs", _POINTER), ("bytes", _POINTER), ("count", _INTEGER)),
     )
 
 
@@ -77,14 +68,7 @@ class _Fixed:
     and that of the losses, the first of ``outputs``.
     """
 
-    def __init__(
-        self,
-        program: BlocksStep,
-        entries: Sequence[int],
-        tensors: Sequence[Tensor],
-        call: StepCall,
-        losses: torch.dtype,
-    ) -> None:
+    def __init__(self, program: ParallelBlocksStep, tensors: Sequence[Tensor], call: StepCall, itemsize: int) -> None:
         self.members, self.idle = program.tensors.members, call.idle
         # Blocks of idle members are skipped, if there are others: their losses are NaN, their gradients 0.
         pairs = list(zip(program.blocks, program.kinds, strict=True))
@@ -101,10 +85,10 @@ class _Fixed:
         self.batch = slice(len(detached), len(stacked))
         self.inputs = _array([*_pointers(handles), *[0] * (len(stacked) - len(detached))])
         self.outputs = _array([0, *map(Tensor.data_ptr, self.grads)])
-        self._bytes = _array([losses.itemsize, *(grad.nbytes // self.members for grad in self.grads)])
+        self._bytes = _array([itemsize, *(grad.nbytes // self.members for grad in self.grads)])
         self._stacked = bytes(stacked)
         self.blocks = (_BlockFields * len(blocks))(
-            *(_BlockFields(entries[kind], rows.start, len(rows)) for rows, kind in blocks)
+            *(_BlockFields(program.entries[kind], rows.start, len(rows)) for rows, kind in blocks)
         )
         self.step = _StepFields(
             addressof(self.blocks),
@@ -125,19 +109,22 @@ def _array(values: Sequence[int]) -> Any:
     return (ctypes.c_uint64 * len(values))(*values)
 
 
-class ParallelBlocksStep:
-    """Runs the blocks of ``program`` on ``threads`` threads, each with ``inner`` torch threads.
+@dataclass(eq=False)
+class ParallelBlocksStep(BlocksStep):
+    """Runs its blocks on ``threads`` threads, each with ``inner`` torch threads.
 
     The calling thread is one of them, unless operators may use oneDNN's caches. Gradients lie in the same memory at
     every step.
     """
 
-    def __init__(self, program: BlocksStep, threads: int, inner: int) -> None:
-        self._program, self._threads, self._inner = program, threads, inner
-        self._entries = [row_entry(block.run) for block in program.programs]
+    threads: int = 1
+    inner: int = 1
+
+    def __post_init__(self) -> None:
+        self.entries = [row_entry(block.run) for block in self.programs]
         # Caches of oneDNN depend on the number of threads.
-        one_dnn = any("convolution" in name or "mkldnn" in name for name in map(str, program.operators))
-        self._joined = threads == 1 or not one_dnn
+        one_dnn = any("convolution" in name or "mkldnn" in name for name in map(str, self.operators))
+        self._joined = self.threads == 1 or not one_dnn
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
@@ -146,59 +133,45 @@ class ParallelBlocksStep:
     @property
     def team(self) -> Team | None:
         """The threads, which other kernels may use too; None if the blocks run sequentially."""
-        return None if self._threads == 1 else self._team
+        return None if self.threads == 1 else self._team
 
     @property
     def how(self) -> str:
-        """A description of how the blocks run."""
-        if self._threads == 1:
-            return self._program.how
-        inner = f", each with {self._inner} of torch's" if self._inner > 1 else ""
-        return f"{self._program.how}, on {self._threads} threads{inner}"
-
-    def fits(self, call: StepCall) -> bool:
-        return self._program.fits(call)
+        inner = f", each with {self.inner} of torch's" if self.inner > 1 else ""
+        return super().how if self.threads == 1 else f"{super().how}, on {self.threads} threads{inner}"
 
     def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers, and return the losses ``[B]``."""
         if self._losses is None:
-            with torch_threads(self._inner):
-                first = self._program.step(call)
+            with torch_threads(self.inner):
+                first = super().step(call)
             self._losses = first.dtype
             return first
-        return self._on_threads(call, self._losses)
-
-    def _on_threads(self, call: StepCall, dtype: torch.dtype) -> Tensor:
-        clear(self._program.params)
-        tensors = self._program.tensors.all()
+        tensors = self.tensors.all()
+        clear(self.params)
         fixed = self._fixed
         if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, tensors)):
-            fixed = self._fixed = _Fixed(self._program, self._entries, tensors, call, dtype)
-        helpers = self._helpers()
-        losses = torch.full((fixed.members,), torch.nan, dtype=dtype, device="cpu")
+            fixed = self._fixed = _Fixed(self, tensors, call, self._losses.itemsize)
+        if self._team is None or self._process != os.getpid():
+            # A forked process has none of its parent's threads.
+            self._process, self._team = os.getpid(), team(self.threads, self.inner, self._joined)
+        losses = torch.full((fixed.members,), torch.nan, dtype=self._losses, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
         batch = [fixed.apart(tensor) for tensor in call.batch()]
-        handles = handles_of([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])
+        handles = handles_of([*batch, *([new_seeds(fixed.members)] if self.seeded else [])])
         fixed.inputs[fixed.batch] = _pointers(handles)
         try:
             # Grad mode is off in the threads of the team, and must be off in this one, which may be among them.
             with torch.no_grad():
-                helpers.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
+                self._team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
         except PieceError as error:
             block = fixed.blocks[error.piece]
             last = block.start + block.rows - 1
             raise RuntimeError(f"the step of members {block.start} to {last} failed: {error}") from None
         finally:
             tensors_of(handles)
-        for index, grad in zip(self._program.trained, fixed.grads, strict=True):
+        for index, grad in zip(self.trained, fixed.grads, strict=True):
             tensors[index].grad = grad
         return losses
-
-    def _helpers(self) -> Team:
-        if self._team is None or self._process != os.getpid():
-            # A forked process has none of its parent's threads.
-            self._process, self._team = os.getpid(), team(self._threads, self._inner, self._joined)
-        return self._team
 
 
 # Divide a step into blocks, and choose how many of them run in parallel.
@@ -256,13 +229,13 @@ class BlockPartition:
             return BlockPartition(limit, why=why)
         return BlockPartition(block, threads, max(1, cores // threads))
 
-    def applied(self, program: BlocksStep) -> StepProgram:
+    def applied(self, program: BlocksStep) -> BlocksStep:
         """Return the step that runs ``program`` in these blocks. Raises CannotPartition if threads cannot call it."""
         if self.threads > 1:
-            return ParallelBlocksStep(program, self.threads, self.inner)
+            return ParallelBlocksStep(*program.parts, self.threads, self.inner)
         if self.direct and len(program.kinds) > 1 and not _without_threads():
             with suppress(CannotPartition):
-                return ParallelBlocksStep(program, 1, self.inner)
+                return ParallelBlocksStep(*program.parts, 1, self.inner)
         return recorded(program)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hfusion.device.backend import Recorder, Recordings, backend
-from hfusion.step.compiled_step import BlocksStep, StepProgram
+from hfusion.step.compiled_step import BlocksStep
 from hfusion.step.step_graph import StepCall, refilled
 
 
@@ -26,42 +27,39 @@ class _RecordedBatch:
     grads: list[Tensor | None]
 
 
-class RecordedStep:
-    """Runs ``program`` on ``device``, and records it at the second step of each kind of batch.
+@dataclass(eq=False)
+class RecordedStep(BlocksStep):
+    """Runs on ``device``, and is recorded at the second step of each kind of batch.
 
     Recordings are dropped when tensors of the program move. Gradients lie in the same memory at every step of a kind.
     Calls that cannot be recorded run unrecorded. ``record``: the recorder, or the reason why nothing can be recorded.
     """
 
-    def __init__(self, program: BlocksStep, device: torch.device, record: Recorder | str) -> None:
-        self._program, self._device, self._record = program, device, record
+    device: torch.device
+    record: Recorder | str
+
+    def __post_init__(self) -> None:
         # Some kernels must run before they can be recorded.
-        self._recorded = Recordings[_RecordedBatch](record, after=2)
+        self._recorded = Recordings[_RecordedBatch](self.record, after=2)
         self._addresses: list[int] = []
         # The device of the last batch, if it differs from that of the array; such calls are not recorded.
         self._batch_device: torch.device | None = None
-
-    team: None = None
 
     @property
     def how(self) -> str:
         """How the program runs, and the reason if it is not recorded."""
         why = self._recorded.why
         if not why and self._batch_device is not None:
-            why = f"the batch lies on {self._batch_device}, the array on {self._device}"
-        return f"{self._program.how}, " + (f"not recorded: {why}" if why else "recorded and replayed as one")
-
-    def fits(self, call: StepCall) -> bool:
-        return self._program.fits(call)
+            why = f"the batch lies on {self._batch_device}, the array on {self.device}"
+        return f"{super().how}, " + (f"not recorded: {why}" if why else "recorded and replayed as one")
 
     def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers, and return the losses ``[B]``."""
         batch = call.batch()
         # A tensor on the host would be read only once, during the recording.
-        self._batch_device = next((tensor.device for tensor in batch if tensor.device != self._device), None)
+        self._batch_device = next((tensor.device for tensor in batch if tensor.device != self.device), None)
         if self._recorded.why or self._batch_device is not None:
-            return self._program.step(call)
-        addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
+            return super().step(call)
+        addresses = list(map(Tensor.data_ptr, self.tensors.all()))
         if addresses != self._addresses:
             # Replays would read and write where the tensors were at the last step.
             self._recorded.forget()
@@ -69,11 +67,11 @@ class RecordedStep:
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         recording = self._recorded.find(kind, lambda: self._recording(call, batch))
         if recording is None:
-            return self._program.step(call)
+            return super().step(call)
         for static_input, new_input in zip(recording.batch, batch, strict=True):
             static_input.copy_(new_input, non_blocking=True)
         recording.replay()
-        for (holder, name), grad in zip(self._program.params, recording.grads, strict=True):
+        for (holder, name), grad in zip(self.params, recording.grads, strict=True):
             holder[name].grad = grad
         return recording.losses.clone()
 
@@ -82,15 +80,15 @@ class RecordedStep:
         self._recorded.forget()
 
     def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
-        assert not isinstance(self._record, str)
+        assert not isinstance(self.record, str)
         # Copies, because replays read these addresses, while the caller may free or change its own tensors.
         copies = [tensor.clone() for tensor in batch]
         recorded_call = refilled(call, copies)
-        replay, losses = self._record(lambda: self._program.step(recorded_call))
-        return _RecordedBatch(copies, replay, losses, [holder[name].grad for holder, name in self._program.params])
+        replay, losses = self.record(partial(super().step, recorded_call))
+        return _RecordedBatch(copies, replay, losses, [holder[name].grad for holder, name in self.params])
 
 
-def recorded(program: BlocksStep) -> StepProgram:
+def recorded(program: BlocksStep) -> BlocksStep:
     """Return ``program`` itself on the host, else a `RecordedStep`, which records it or reports why it cannot."""
     devices = sorted({tensor.device for tensor in program.tensors.all()}, key=str)
     record = backend(devices[0]).recorder() if devices else ""
@@ -101,4 +99,4 @@ def recorded(program: BlocksStep) -> StepProgram:
         record = f"its tensors lie on {' and '.join(map(str, devices))}"
     elif reads and not isinstance(record, str):
         record = f"the host must read values of {reads[0]}"
-    return RecordedStep(program, devices[0], record) if record else program
+    return RecordedStep(*program.parts, devices[0], record) if record else program

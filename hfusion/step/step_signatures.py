@@ -15,7 +15,7 @@ from hfusion.compiler.compiled_program import BoundProgram, Location
 from hfusion.core.membership import is_own_hook
 from hfusion.core.text import html_table, paragraph
 from hfusion.step.compile_request import BackgroundJob
-from hfusion.step.compiled_step import StepProgram
+from hfusion.step.compiled_step import BlocksStep
 from hfusion.step.parallel_blocks import BlockPartition
 from hfusion.step.program_cache import StepTimes
 from hfusion.step.recorded_step import RecordedStep
@@ -117,8 +117,7 @@ class StepVariant:
         job: another process that compiles the program.
         partition: how its program is divided into blocks, once that is decided.
         seconds: seconds that its eager steps have taken, without the first, which captures.
-        note: what the report tells of its program besides how it runs.
-        by_choice: there is a program, but eager steps are faster.
+        times: the times by which its program was chosen, or eager steps.
         trial: the comparison of both that is going on.
         checked: the tensors at ``tensor_refs`` that were found valid last, each of them once, and torch's guards of
             these.
@@ -129,23 +128,20 @@ class StepVariant:
     tensor_refs: list[Location]
     traits: Any
     sources: tuple[BoundProgram, BoundProgram] | None = None
-    program: StepProgram | None = None
+    program: BlocksStep | None = None
     why: str = ""
-    by_choice: bool = False
     job: BackgroundJob | None = None
     partition: BlockPartition | None = None
     seconds: float = 0.0
-    note: str = ""
+    times: StepTimes | None = None
     trial: Trial | None = None
     checked: tuple[list[Tensor], list[Tensor], TensorGuards] | None = None
 
     def decide(self, times: StepTimes) -> None:
         """Use the program unless eager steps are faster."""
-        self.trial, self.by_choice = None, times.eager_wins
-        if self.by_choice:
+        self.trial, self.times = None, times
+        if times.eager_wins:
             self.program, self.why = None, f"eager steps are faster on this machine, {times}"
-        else:
-            self.note = ", ".join(filter(None, (self.note, str(times))))
 
     def cancel(self) -> None:
         """End the process that compiles its program, if there is one."""
@@ -191,7 +187,8 @@ class StepVariant:
 
     def row(self) -> CallReport:
         if self.program is not None:
-            return CallReport(self.call, ", ".join(filter(None, (self.program.how, self.note))))
+            partly = f"in one part: {self.partition.why}" if self.partition and self.partition.why else ""
+            return CallReport(self.call, ", ".join(filter(None, (self.program.how, partly, str(self.times or "")))))
         waits = "the first step of its kind" if self.job is None else "its program is being compiled in the background"
         return CallReport(self.call, "eager", self.why or waits)
 

@@ -148,7 +148,7 @@ class TrainStep:
             except ProgramMismatch:
                 # The captures do not fit these sizes: an eager step makes others.
                 return prepared
-            if variant.why and not variant.by_choice:
+            if variant.why and variant.times is None:
                 self._refused(variant)
         return prepared._replace(variant=variant)
 
