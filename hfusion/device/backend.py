@@ -541,13 +541,14 @@ class Recordings(dict[Hashable, Recorded]):
     """Recordings by kind of work, of which a few are made.
 
     Attributes:
+        record: the recorder, or the reason why there is none.
         why: the reason why nothing more is recorded; empty if recording is enabled.
     """
 
     def __init__(self, record: Recorder | str, after: int) -> None:
         """Create an empty dict. ``after``: work of a kind is recorded when it is done for that time."""
         super().__init__()
-        self.why = record if isinstance(record, str) else ""
+        self.record, self.why = record, record if isinstance(record, str) else ""
         self._after, self._counts, self._moves = after, Counter[Hashable](), 0
 
     def find(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:

@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,27 +45,7 @@ def library(source: Path, text: str | None = None) -> ctypes.CDLL | str:
     """
     if os.environ.get("HFUSION_NATIVE") == "0":
         return "HFUSION_NATIVE=0"
-    if (pending := _pending_libraries.pop(source, None)) is not None:
-        pending.result()
     return _loaded(source, text)
-
-
-def compile_in_background(source: Path, before: Callable[[], object]) -> None:
-    """Call ``before`` and start to compile ``source`` in a thread, for which `library` waits. Once in a process."""
-    if source in _requested_sources or os.environ.get("HFUSION_NATIVE") == "0":
-        return
-    _requested_sources.add(source)
-    before()
-    worker = ThreadPoolExecutor(1, thread_name_prefix="hfusion-compiler")
-    _pending_libraries[source] = worker.submit(_loaded, source, None)
-    worker.shutdown(wait=False)
-
-
-_requested_sources: set[Path] = set()
-_pending_libraries: dict[Path, Future[ctypes.CDLL | str]] = {}
-if hasattr(os, "register_at_fork"):
-    # A forked child does not have the compiling threads.
-    os.register_at_fork(after_in_child=_pending_libraries.clear)
 
 
 @cache

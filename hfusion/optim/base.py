@@ -23,12 +23,12 @@ from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.gradient_usage import absent_rows, any_absent
 from hfusion.core.member_table import MemberTable, check_once, copied, kept_rows, rows_of
 from hfusion.core.membership import mark, member_rows, membership
-from hfusion.device.backend import sent
-from hfusion.optim import coupling, native_kernels
+from hfusion.device.backend import Recordings, sent
+from hfusion.optim import coupling
 from hfusion.optim.clip import overflowing, unscale
 from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
-from hfusion.optim.group import PreparedUpdate, RecordedUpdates, Work, check_memory, common_members, membership_of
+from hfusion.optim.group import STEADY, PreparedUpdate, Work, check_memory, common_members, membership_of
 from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, State, member_vector, plain, read
 from hfusion.optim.optimizer_rows import begin_rows, group_table, rearrange, width
 from hfusion.torch_private.autograd_engine import is_profiling
@@ -65,16 +65,13 @@ class FusedOptimizer(Formula, Optimizer):
             raise TypeError(f"params must be parameters, got {type(params).__name__}. Give fused.parameters().")
         self._prepared: PreparedUpdate | None = None
         # None before the first step.
-        self._recording: RecordedUpdates | None = None
+        self._recordings: Recordings[Any] | None = None
         self.initial_values: list[dict[str, float | None]] = []
         # For each param group the options that its dict had: the optimizer's defaults do not replace them.
         self.explicit_keys: list[frozenset[str]] = []
         self._held: Tensor | None = None
         spare_dynamo()
         super().__init__(params, {name: value for name, value in bound.arguments.items() if name != "params"})
-        first = self.param_groups[0]["params"][0]
-        if self.elementwise and first.is_cpu and type(first) in (Tensor, Parameter):
-            native_kernels.start_compiling()
 
     @property
     def members(self) -> int:
@@ -168,8 +165,8 @@ class FusedOptimizer(Formula, Optimizer):
             work = self._work()
         with torch.no_grad():
             saved = self._rows_that_stay(resting) if resting is not None or any_absent() else ()
-            if self._recording is not None:
-                self._recording.step(work)
+            if self._recordings is not None and self._prepared is not None and work:
+                self._prepared.step(work, self._recordings)
             for stack, rows, values in saved:
                 stack[rows] = values
         return loss
@@ -225,7 +222,14 @@ class FusedOptimizer(Formula, Optimizer):
     @property
     def launches(self) -> str:
         """Description of how steps are launched on an accelerator, or why they are not recorded; empty on a CPU."""
-        return "" if self._recording is None else self._recording.how
+        recordings = self._recordings
+        if recordings is None or recordings.record == "":
+            return ""
+        if why := recordings.why or ("" if self._prepared is None else self._prepared.unrecordable):
+            return f"launched one by one: {why}"
+        if recordings:
+            return "recorded and replayed as one"
+        return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
 
     def initialise(self) -> None:
         """Create the state of every trained parameter now instead of at its first step."""
@@ -416,8 +420,8 @@ class FusedOptimizer(Formula, Optimizer):
     def forget(self) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses."""
         self._prepared = None
-        if self._recording is not None:
-            self._recording.forget()
+        if self._recordings is not None:
+            self._recordings.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
@@ -427,7 +431,7 @@ class FusedOptimizer(Formula, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])
         super().__setstate__(state)
-        self._prepared = self._recording = self._held = None
+        self._prepared = self._recordings = self._held = None
         # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, saved_mark in zip(group["params"], memberships, strict=True):

@@ -59,7 +59,7 @@ def clip_stacks(
         each = [row for stacks in together for row in stacks.norms(norm_type)]
     else:
         each = [grad_norms(grad, members, norm_type).to(first) for grad in grads]
-    norms = total_norm(each, norm_type)
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type, dim=0)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not math.isfinite(norm)}
         raise RuntimeError(
@@ -133,12 +133,6 @@ def unscale(grads: Sequence[Tensor], scales: Tensor) -> None:
     inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
     for grad in grads:
         grad.mul_(inverses[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
-
-
-def total_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norms ``[B]`` over all parameters, from those of each."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type, dim=0)
-    return norm
 
 
 def clip_factors(norms: Tensor, limits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, member_rows, membership
 from hfusion.core.memory import has_address, is_plain, real_view
-from hfusion.device.backend import DeviceNumbers, Recorder, Recordings, backend
+from hfusion.device.backend import DeviceNumbers, Recordings, backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.formula import Formula, KernelProgram, Stepper, StepTensors, program
 from hfusion.optim.hyper import HALVES, MASTER_STACK, Settings, State
@@ -350,66 +350,11 @@ class MasterStepper(Stepper):
         return references, self._gradients
 
 
-# Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
+# What a step works on, and a cheap check that nothing of it has changed since the last step but numbers. The launches
+# of a step are recorded once and replayed with one call, as a CUDA graph.
 
 # How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
 STEADY = 3
-
-
-class RecordedUpdates:
-    """The steps of one optimizer. ``record``: records launches; a string says why none are, empty on the host."""
-
-    def __init__(self, record: Recorder | str) -> None:
-        self._record = record
-        # Each replays recorded launches; beside it the objects that must stay alive for it.
-        self._recorded = Recordings[tuple[Callable[[], object], object]](record, STEADY)
-        self._unrecordable = ""
-
-    @property
-    def how(self) -> str:
-        """Description of how a step is launched, with the reason if its launches are not recorded; empty on a CPU."""
-        if self._record == "":
-            return ""
-        if why := self._recorded.why or self._unrecordable:
-            return f"launched one by one: {why}"
-        if self._recorded:
-            return "recorded and replayed as one"
-        return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
-
-    def step(self, work: Work) -> None:
-        """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
-        record = self._record
-        if not isinstance(record, str) and record.recording:
-            raise FusionError(
-                "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
-                "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
-                "replay, which records its own launches; or use hf.train_step, which records both"
-            )
-        for settings, group, grads in work:
-            # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
-            torch.autograd.graph.increment_version(group.written)
-            group.stepper.ready(grads, settings)
-
-        def launch() -> object:
-            return [group.stepper.launch(grads) for _, group, grads in work]
-
-        self._unrecordable = next((why for _, group, _ in work if (why := group.stepper.unrecordable)), "")
-        if isinstance(record, str) or self._unrecordable or not work or self._recorded.why:
-            launch()
-            return
-        key = tuple(
-            (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
-        )
-        # Recording does not run the launches; the replay does.
-        recorded = self._recorded.find(key, lambda: record(launch))
-        (launch if recorded is None else recorded[0])()
-
-    def forget(self) -> None:
-        """Discard recordings, which are no longer valid."""
-        self._recorded.forget()
-
-
-# What a step works on, and a cheap check that nothing of it has changed since the last step but numbers.
 
 Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
 """The groups of a step, each with the settings of its param group and its gradients."""
@@ -435,8 +380,10 @@ class PreparedUpdate:
             self.groups += [(number, part) for part in groups_of(type(optimizer), pairs, settings)]
             # The views in the groups keep their memory alive: an address cannot come back with other contents.
             tensors += [tensor for param, entry in pairs for tensor in (param, *entry.values())]
-        if optimizer._recording is None and tensors:
-            optimizer._recording = RecordedUpdates(backend(tensors[0].device).recorder())
+        self.unrecordable = next((why for _, part in self.groups if (why := part.stepper.unrecordable)), "")
+        if optimizer._recordings is None and tensors:
+            # Each replays recorded launches; beside it are the objects that must stay alive for it.
+            optimizer._recordings = Recordings(backend(tensors[0].device).recorder(), STEADY)
         self._objects = self._dependencies(optimizer)
         with DisableTorchFunctionSubclass():
             self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
@@ -464,6 +411,33 @@ class PreparedUpdate:
                 return None
             work.append((self._settings[number], part, grads))
         return work
+
+    def step(self, work: Work, recordings: Recordings[Any]) -> None:
+        """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
+        record = recordings.record
+        if not isinstance(record, str) and record.recording:
+            raise FusionError(
+                "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
+                "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
+                "replay, which records its own launches; or use hf.train_step, which records both"
+            )
+        for settings, group, grads in work:
+            # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
+            torch.autograd.graph.increment_version(group.written)
+            group.stepper.ready(grads, settings)
+
+        def launch() -> object:
+            return [group.stepper.launch(grads) for _, group, grads in work]
+
+        if isinstance(record, str) or self.unrecordable or recordings.why:
+            launch()
+            return
+        key = tuple(
+            (group.stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for _, group, grads in work
+        )
+        # Recording does not run the launches; the replay does.
+        recorded = recordings.find(key, lambda: record(launch))
+        (launch if recorded is None else recorded[0])()
 
     def _read(self, optimizer: FusedOptimizer) -> None:
         """Read the settings, and note from which objects, and what these held."""

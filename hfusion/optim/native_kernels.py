@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hfusion.core.memory import real_view
 from hfusion.device import native
-from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import active_team
 from hfusion.optim.formula import KernelProgram, Operand, Operation, Stepper, StepTensors, expression
 from hfusion.optim.hyper import Settings
@@ -39,11 +38,6 @@ _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 def library() -> ctypes.CDLL | str:
     """Return the loaded kernels, or the reason why there are none. Compiles at most once in a process."""
     return native.library(SOURCE)
-
-
-def start_compiling() -> None:
-    """Compile the kernels in the background. The machine's rates are measured first, which compiling would disturb."""
-    native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
 def plan(program: KernelProgram, tensors: StepTensors) -> NativeStepper | None:

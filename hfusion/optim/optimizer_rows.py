@@ -227,9 +227,6 @@ class GatheredState:
             columns = tables[f"param group {number}"].columns
             keys = whole_group.keys() - {"params", *(hyper.key for hyper in whole.hypers)}
             part_group.update({key: columns.get(key, whole_group[key]) for key in keys})
-        for param, small in self.params.items():
-            if not membership_of(param).stacked and whole.state.get(param):
-                part.state[small] = whole.state[param]
         part.put(range(len(rows)), tables)
 
     def _params(self) -> list[list[Tensor]]:
@@ -237,8 +234,5 @@ class GatheredState:
 
     def store(self, rows: Sequence[int]) -> None:
         """Write the state of the first ``len(rows)`` members of ``part`` into ``rows`` of the whole optimizer."""
-        for param, small in self.params.items():
-            if not membership_of(param).stacked and self.part.state.get(small):
-                self.whole.state[param] = self.part.state[small]
         tables = self.part.tables().items()
         self.whole.put(rows, {name: table for name, table in tables if table.columns and name.startswith("state/")})

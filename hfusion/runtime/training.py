@@ -25,7 +25,7 @@ from hfusion.core.membership import Membership, mark
 from hfusion.core.program import Kind, Part
 from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import Generators, backend
-from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
+from hfusion.optim.clip import clip_factors, grad_norms, scale
 from hfusion.runtime.task_state import Bundle, Move, TaskTensors, copy_now, restore, spill
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
@@ -461,7 +461,8 @@ class Training:
             if not self._norms:
                 return
             self._wait_for("norms")
-            norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
+            each = [self._norms[name] for name in self.state.order if name in self._norms]
+            norms = torch.linalg.vector_norm(torch.stack(each), 2.0, dim=0)
             self._factors = clip_factors(norms, limits)
         nonempty = [grad for grad in grads.values() if grad.numel()]
         factors = self._factors.to(nonempty[0].device, non_blocking=True) if nonempty else self._factors

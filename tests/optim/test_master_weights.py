@@ -169,8 +169,8 @@ EXACT = {
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps by the Triton kernels, in the interpreter, whose launches are recorded."""
     interpret(monkeypatch)
-    updates = group.RecordedUpdates
-    monkeypatch.setattr(group, "RecordedUpdates", lambda record: updates(Closure()))
+    recordings = group.Recordings
+    monkeypatch.setattr(group, "Recordings", lambda record, after: recordings(Closure(), after))
     yield
     forget()
 

@@ -29,8 +29,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that has not looked for the kernels yet, with an empty cache."""
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "_pending_libraries", {})
-    monkeypatch.setattr(machine, "_requested_sources", set())
     machine._loaded.cache_clear()
     yield
     machine._loaded.cache_clear()
@@ -145,8 +143,8 @@ def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, An
         patch.setattr(group, "KERNELS", {})
     else:
         interpret(patch)
-    updates = group.RecordedUpdates
-    patch.setattr(group, "RecordedUpdates", lambda record: updates(tape))
+    recordings = group.Recordings
+    patch.setattr(group, "Recordings", lambda record, after: recordings(tape, after))
     array = Array(3)
     yield array, *start(name, options, array), tape
     if kind == "triton":
