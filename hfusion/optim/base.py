@@ -211,13 +211,9 @@ class FusedOptimizer(Formula, Optimizer):
     @property
     def state_stacks(self) -> int:
         """The number of stacks in the state of a parameter: 2 for Adam, 0 for SGD without momentum."""
-        counts = []
-        for group in self.param_groups:
-            settings = self._settings(group)
-            stacks, doubled = len(settings.names), any(map(settings.has_masters, group["params"]))
-            # Each is twice as large; so are the weights, and the gradients that a step converts.
-            counts.append(2 * (stacks + 2) if doubled else stacks)
-        return max(counts)
+        pairs = [(self._settings(group), group["params"]) for group in self.param_groups]
+        # With master weights each is twice as large; so are the weights, and the gradients that a step converts.
+        return max(2 * (len(s.names) + 2) if any(map(s.has_masters, ps)) else len(s.names) for s, ps in pairs)
 
     @property
     def launches(self) -> str:

@@ -122,7 +122,6 @@ class NativeStepper(Stepper):
     """
 
     contiguous = True
-    unrecordable = "the host has no launches"
 
     def __init__(self, program: KernelProgram, functions: ctypes.CDLL, step_tensors: StepTensors) -> None:
         stacks, numbers = step_tensors.stacks, step_tensors.numbers

@@ -105,7 +105,7 @@ class BlocksStep:
         blocks = self.blocks
         firsts = (blocks[self.kinds.index(kind)] for kind in range(len(self.programs)))
         pairs = zip(self.programs, firsts, strict=True)
-        return all(program.fits(call.of_rows(rows).batch()) for program, rows in pairs)
+        return all(p.guards([tensor.shape for tensor in call.of_rows(rows).batch()]) for p, rows in pairs)
 
     def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers, and return the losses ``[B]``."""
@@ -208,7 +208,8 @@ def compile_program(source: StepSource) -> BlockProgram | NoProgram:
     Raises any error of tracing or compiling.
     """
     graph, call = trace(source), source.call
-    dynamic_dims, operators = captured_dims(source.forward, source.loss, call), graph.operators
+    dynamic_dims = captured_dims(source.forward, source.loss, call)
+    operators = [node.target for node in graph.module.graph.nodes if node.op == "call_function"]
     # If only the target's sizes vary, the other sizes may come from other arrays that use the same loss.
     if any(dims - {0} for dims in dynamic_dims[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
         rows = zip(dynamic_dims, call.stacked, map(open_dims, graph.batch), call.batch(), strict=True)

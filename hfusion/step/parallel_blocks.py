@@ -78,7 +78,7 @@ class _Fixed:
         detached = [tensor.detach() for tensor in tensors]
         allocate = torch.empty_like if blocks == pairs else torch.zeros_like
         self.grads = [allocate(detached[k], memory_format=torch.contiguous_format) for k in program.trained]
-        self._written = {grad.untyped_storage().data_ptr() for grad in self.grads}
+        self.written = {grad.untyped_storage().data_ptr() for grad in self.grads}
         handles = handles_of(detached)
         finalize(self, tensors_of, handles).atexit = False
         stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
@@ -99,10 +99,6 @@ class _Fixed:
             addressof(self._bytes),
             len(self.outputs),
         )
-
-    def apart(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, cloned if it shares memory with the gradients, which this step will overwrite."""
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._written else tensor
 
 
 def _array(values: Sequence[int]) -> Any:
@@ -156,7 +152,8 @@ class ParallelBlocksStep(BlocksStep):
             self._process, self._team = os.getpid(), team(self.threads, self.inner, self._joined)
         losses = torch.full((fixed.members,), torch.nan, dtype=self._losses, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
-        batch = [fixed.apart(tensor) for tensor in call.batch()]
+        # This step will overwrite the gradients, which an argument may be.
+        batch = [t.clone() if t.untyped_storage().data_ptr() in fixed.written else t for t in call.batch()]
         handles = handles_of([*batch, *([new_seeds(fixed.members)] if self.seeded else [])])
         fixed.inputs[fixed.batch] = _pointers(handles)
         try:

@@ -56,10 +56,6 @@ class BlockProgram:
     guards: Guards | Assumptions
     seeded: bool = False
 
-    def fits(self, batch: Sequence[Tensor]) -> bool:
-        """Return whether the program is valid for the sizes of ``batch``."""
-        return self.guards([tensor.shape for tensor in batch])
-
 
 @dataclass(frozen=True)
 class NoProgram:

@@ -111,11 +111,6 @@ class StepGraph:
     def examples(self) -> tuple[Tensor, ...]:
         return (*self.tensors, *self.batch, *self.seeds)
 
-    @property
-    def operators(self) -> list[Any]:
-        """The operators of the graph, one per call."""
-        return [node.target for node in self.module.graph.nodes if node.op == "call_function"]
-
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
@@ -235,17 +230,15 @@ def trace(source: StepSource) -> StepGraph:
     attention = sdpa_kernel(SDPBackend.MATH) if wide else nullcontext()
     with silence_tracers(), torch.enable_grad(), attention, mode, enable_python_dispatcher():
         # Each was measured to be faster on a CPU; they are untested on other devices.
-        decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if source.values[0].is_cpu else ({}, ())
-        module = make_fx(step, decomposition_table=dict(decompositions))(*fake_tensors, *batch, *seeds)
-        for rewrite in rewrites:
+        on_cpu = source.values[0].is_cpu
+        decompositions = dict(DECOMPOSITIONS) if on_cpu else {}
+        module = make_fx(step, decomposition_table=decompositions)(*fake_tensors, *batch, *seeds)
+        for rewrite in (sink_transposes, transpose_products, onehot, inline_constants) if on_cpu else ():
             module = rewrite(module)
             name, graph = forward.compiled.program.name, module.graph
             title = f"the step of {name}, {rewrite.__name__}"
             stage(name, f"step {rewrite.__name__}", partial(describe_graph, title, graph), partial(check_links, graph))
     return StepGraph(module, tuple(reached), tuple(fake_tensors), tuple(batch), tuple(seeds))
-
-
-_REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
 
 
 class ProgramMismatch(Exception):
