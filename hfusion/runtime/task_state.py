@@ -561,7 +561,9 @@ class SpillFolder:
         """Return the path of a new file. Raises SpillError if the folder cannot be created."""
         if self._folder is None:
             try:
-                self._folder = self._make()
+                self._made_parent = not self._parent.exists()
+                self._parent.mkdir(parents=True, exist_ok=True)
+                self._folder = run_folder(self._parent)
             except OSError as error:
                 raise SpillError(
                     f"cannot make a folder for spilled state in {self._parent.absolute()}: {error.strerror}; name a "
@@ -578,9 +580,3 @@ class SpillFolder:
             # Another run may use it by now, or have removed it.
             with suppress(OSError):
                 self._parent.rmdir()
-
-    def _make(self) -> ClaimedFolder:
-        new = not self._parent.exists()
-        self._parent.mkdir(parents=True, exist_ok=True)
-        self._made_parent = new
-        return run_folder(self._parent)

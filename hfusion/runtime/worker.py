@@ -144,7 +144,7 @@ class _Lane(Thread):
         job.ended = max(job.started, ended)
         self._free = job.ended if job.reported else self._free
         # The engine keeps jobs, so they must not keep references to what they copied.
-        job.dependencies, job.work, job.then = (), _nothing, _nothing
+        job.dependencies, job.work, job.then = (), lambda: None, lambda: None
         # Report before `over` is set, so that the engine receives it before jobs that depend on it.
         if job.reported or job.error is not None:
             self._worker.ended.put(job)
@@ -165,10 +165,6 @@ class _Lane(Thread):
         if mark is not None:
             self._last = mark, ended
         return ended
-
-
-def _nothing() -> None:
-    return
 
 
 class _Reporter(Thread):

@@ -104,10 +104,9 @@ def arrange_one(
     """
     rates = machine.calibrate()
     room = Room.of(machine, rates, keep=True)
-    if planned is None:
-        arrangement = TaskPlanner(task, room, first_minibatches(task)).arranged(name, members)
-    else:
-        arrangement = TaskPlanner(task, room, planned.first).arranged(name, members, planned.array, planned.optimizer)
+    first = first_minibatches(task) if planned is None else planned.first
+    made = () if planned is None else (planned.array, planned.optimizer)
+    arrangement = TaskPlanner(task, room, first).arranged(name, members, *made)
     return [arrangement], _plan_of([arrangement], machine, rates, room)
 
 

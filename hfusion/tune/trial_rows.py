@@ -263,14 +263,12 @@ class TrialRows:
 
     def leave(self, tag: str) -> nn.Module:
         """Free the row of a member, and return its model."""
-        model: nn.Module = self.population.stop(self.population.row(tag))
-        return model
+        return cast("nn.Module", self.population.stop(self.population.row(tag)))
 
     def save(self, folder: Path) -> Path:
         """Save all trials, and return the path of the save."""
         self.population.compact()
-        path: Path = self.population.save(folder, keep=KEEP).result()
-        return path
+        return cast("Path", self.population.save(folder, keep=KEEP).result())
 
     def restore(self, saved: Path, members: Sequence[SweepTrial]) -> None:
         """Restore trials from a save."""
