@@ -55,11 +55,10 @@ def clip_stacks(
     """Clip stacked gradients ``[B, *S]`` in place: each member's norm to its limit in ``limits [B]``; return norms."""
     first, members = grads[0].device, len(limits)
     together = on_accelerator(grads) if first.type not in EACH_ALONE and norm_type in ORDERS else []
-    if together:
-        each = [row for stacks in together for row in stacks.norms(norm_type)]
-    else:
-        each = [grad_norms(grad, members, norm_type).to(first) for grad in grads]
-    norms: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type, dim=0)
+    # Of gradients of one dtype, they are together already: a copy would be one launch more.
+    each = [stacks.norms(norm_type) for stacks in together]
+    each = each or [torch.stack([grad_norms(grad, members, norm_type).to(first) for grad in grads])]
+    norms: Tensor = torch.linalg.vector_norm(each[0] if len(each) == 1 else torch.cat(each), norm_type, dim=0)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not math.isfinite(norm)}
         raise RuntimeError(
