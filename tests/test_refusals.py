@@ -627,7 +627,7 @@ SWEEPS = {
 }
 
 TYPES = {
-    "copy.deepcopy(stepped())": "a train_step cannot be copied or pickled: make another",
+    "stepped().__reduce__()": "a train_step cannot be copied or pickled: make another",
     "swept(scheduler=lambda o: None)": "gave NoneType: let it give",
     "ragged[0, 1]": "give a member first",
     "ragged + 1": "unsupported operand",

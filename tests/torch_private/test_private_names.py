@@ -138,7 +138,16 @@ TABLE = {name if " " in owner else f"{owner}.{name}" for row in PRIVATE_NAMES fo
 ATTRIBUTES = {name for row in PRIVATE_NAMES if row.everywhere for _, name in row.pairs()}
 # Underscored attributes of Python's library and of other packages.
 OTHERS = {
-    *("_getframe", "_current_frames", "_exit", "_replace", "_asdict", "_lru_cache_wrapper"),
+    *(
+        "_getframe",
+        "_current_frames",
+        "_exit",
+        "_replace",
+        "_asdict",
+        "_lru_cache_wrapper",
+        "_is_owned",
+        "_at_fork_reinit",
+    ),
     *("_base_sampler", "_stop_flag", "_storage", "_study_id", "_thread_local", "_trial_id"),
     *("_avoid_premature_stop", "_get_unvisited_grid_ids"),
     *("_cached_frozen_trial", "_popsize", "_population_size", "_suggest", "_wrapped_pruner"),
