@@ -306,14 +306,23 @@ class Holding(nn.Module):
         return self.loss(output, target)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("form", ["object", "method", "closure", "module"])
+class Noting(Annealed, nn.Module):
+    """Counts in a frozen parameter."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.counts = nn.ParameterDict({"calls": nn.Parameter(torch.zeros(()), requires_grad=False)})
+
+
+@pytest.mark.parametrize("form", ["object", "method", "closure", "module", "parameter"])
 def test_a_loss_that_counts_in_an_object_is_called_for_minibatches_only(form: str) -> None:
-    counting = Annealed()
+    counting = Noting() if form == "parameter" else Annealed()
     forms: dict[str, Any] = {
         "object": counting,
         "method": counting.within,
         "closure": lambda output, target: counting(output, target),
         "module": Holding(counting),
+        "parameter": counting,
     }
     minibatches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     model, (x, target) = nn.Linear(8, 3), minibatches[0]
