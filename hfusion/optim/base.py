@@ -70,6 +70,7 @@ class FusedOptimizer(Formula, Optimizer):
         # For each param group the options that its dict had: the optimizer's defaults do not replace them.
         self.explicit_keys: list[frozenset[str]] = []
         self._held: Tensor | None = None
+        self._begin: Callable[[], object] | None = None
         spare_dynamo()
         super().__init__(params, {name: value for name, value in bound.arguments.items() if name != "params"})
 
@@ -165,6 +166,8 @@ class FusedOptimizer(Formula, Optimizer):
             work = self._work()
         with torch.no_grad():
             saved = self._rows_that_stay(resting) if resting is not None or any_absent() else ()
+            if self._begin is not None:
+                self._begin()
             if self._recordings is not None and self._prepared is not None and work:
                 self._prepared.step(work, self._recordings)
             for stack, rows, values in saved:
@@ -315,15 +318,18 @@ class FusedOptimizer(Formula, Optimizer):
         return state_dicts
 
     @contextmanager
-    def holding(self, members: Tensor) -> Iterator[None]:
-        """Context manager: ``members``, bool ``[B]``, take no step; their parameters, state and counts stay."""
-        before = self._held
-        everybody = members if before is None else members | before
-        self._held = everybody if bool(everybody.any()) else None
+    def holding(self, members: Tensor, begin: Callable[[], object] | None = None) -> Iterator[None]:
+        """Context manager: ``members``, bool ``[B]``, take no step; their parameters, state and counts stay.
+
+        ``begin`` is called before the update, when everything that may fail has been done.
+        """
+        before = self._held, self._begin
+        everybody = members if self._held is None else members | self._held
+        self._held, self._begin = everybody if bool(everybody.any()) else None, begin or self._begin
         try:
             yield
         finally:
-            self._held = before
+            self._held, self._begin = before
 
     @property
     def held_members(self) -> list[int]:
@@ -427,7 +433,7 @@ class FusedOptimizer(Formula, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])
         super().__setstate__(state)
-        self._prepared = self._recordings = self._held = None
+        self._prepared = self._recordings = self._held = self._begin = None
         # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, saved_mark in zip(group["params"], memberships, strict=True):

@@ -87,13 +87,14 @@ def one_update(population: Population) -> Iterator[None]:
     """Context manager: the updates of all groups count as one.
 
     With ``on_nonfinite="raise"`` the groups defer their updates, which are made at the end. If values of members are
-    not finite, this raises a NonFiniteError before the first, and all are what they were before.
+    not finite, this raises a NonFiniteError before the first, and all are what they were before. After an error, so are
+    the groups whose update has not begun.
     """
-    history = population._history
-    history.deferred = [] if population._options.on_nonfinite == "raise" else None
+    history, ends = population._history, list[Any]()
+    history.deferred = ends if population._options.on_nonfinite == "raise" else None
     try:
         yield
-        ends, history.deferred = history.deferred or [], None
+        history.deferred = None
         bad = [
             (group.rows[local] or 0, group.table["tag"][local])
             for group, found, _ in ends
@@ -101,8 +102,6 @@ def one_update(population: Population) -> Iterator[None]:
             for local in found.nonzero().reshape(-1).tolist()
         ]
         if bad:
-            for group, _, _ in ends:
-                group.restore()
             shown = ", ".join(f"{tag!r} (row {row})" for row, tag in sorted(bad))
             raise NonFiniteError(
                 f"the loss or a gradient of {shown} is not finite in step {history.step}; nothing was updated: lower "
@@ -110,6 +109,10 @@ def one_update(population: Population) -> Iterator[None]:
             )
         for _, _, end in ends:
             end()
+    except BaseException:
+        for group in population._held_groups:
+            group.restore()
+        raise
     finally:
         history.deferred = None
         history.step, history.updated = history.step + history.updated, False
@@ -324,6 +327,7 @@ def _answer(members: Sequence[TrainingGroup], request: StepRequest | None) -> An
             with draws.of_group(group.key):
                 loss = group.step(of_group)
         except BaseException as error:
+            group.restore()
             failure = Failure(error)
             break
         losses.append((float(loss), loss.dtype))

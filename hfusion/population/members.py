@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.member_table import MemberTable, is_row, rows_of
-from hfusion.core.membership import is_per_member, member_rows
+from hfusion.core.membership import Membership, member_rows, membership
 from hfusion.core.patience import numbers
 from hfusion.core.step_arguments import Compile, check_loss_function
 from hfusion.optim import FusedOptimizer, GradScaler
@@ -250,8 +250,10 @@ def leave_out(params: Iterable[Tensor], members: Tensor) -> None:
 
 def written_rows(module: nn.Module, names: Collection[str]) -> list[tuple[str, Tensor]]:
     """Return tensors by key as ``[rows, ...]``, without those that all members share; writing there writes to them."""
-    found = ((name, tensor) for name, tensor in tensors(module) if name in names) if names else ()
-    return [(n, member_rows(t.detach(), membership_of(t))) for n, t in found if is_per_member(t)]
+    # What the forward of a plain member has assigned has no mark.
+    own = Membership("", 1, stacked=False, standalone=True)
+    found = [(n, t.detach(), membership(t) or own) for n, t in tensors(module) if n in names] if names else ()
+    return [(name, member_rows(tensor, mark)) for name, tensor, mark in found if mark.is_own]
 
 
 def new_names(tags: Sequence[str | None], taken: Sequence[str | None], history: History) -> list[str]:

@@ -385,6 +385,8 @@ class Population:
     ) -> Tensor:
         """Train all members, or ``rows``, for one step. Returns losses ``[rows]``, NaN for rows that do not step.
 
+        Rows that do not step are free, frozen by an earlier call, or not in ``rows``.
+
         Args:
             inputs, target, keywords: as in `hfusion.train_step`. Stacked ones have a row for each member that steps, in
                 the order of ``rows``.

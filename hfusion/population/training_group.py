@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import is_
@@ -281,10 +281,11 @@ class TrainingGroup:
             optimizer_rows.check_unhooked(self.optimizer, rows)
         self._before, self._resting = {}, resting
         computed = columns["alive"] if resting is None else columns["alive"] & ~resting
-        if bool(computed.all()):
-            return self._call(inputs, target, keywords, ())
-        losses = self._call(inputs, target, keywords, (~computed).nonzero().reshape(-1).tolist())
-        return losses.masked_fill(~computed.to(losses.device), math.nan)
+        idle = () if bool(computed.all()) else (~computed).nonzero().reshape(-1).tolist()
+        # Frozen members are computed, but make no step.
+        computed = computed & ~columns["frozen"]
+        losses = self._call(inputs, target, keywords, idle)
+        return losses if bool(computed.all()) else losses.masked_fill(~computed.to(losses.device), math.nan)
 
     def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
         """Compute losses and gradients, and call `_finish`. Returns losses ``[rows of the group]``.
@@ -305,22 +306,25 @@ class TrainingGroup:
         return step(inputs, target, **keywords)
 
     def _hold(self, names: Iterable[str]) -> None:
-        """Keep the present values of tensors that forward may write to, to restore those of members that rest."""
+        """Keep the present values of tensors that forward may write to, see `restore`."""
         missing = [name for name in names if name not in self._before]
-        if missing and (self.options.on_nonfinite != "ignore" or self._resting is not None):
-            self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
+        self._before |= {name: rows.clone() for name, rows in written_rows(self.fused, missing)}
 
     @torch.no_grad()
     def restore(self, members: Tensor | None = None) -> None:
         """Restore what forward has written in this call, of ``members``, bool ``[rows]``.
 
-        None: of all, to undo a call whose update was not made, or has failed.
+        None: of all, to undo a call that has failed, unless its update has begun.
         """
         for name, rows in written_rows(self.fused, self._before):
-            places = ... if members is None else members.nonzero().reshape(-1).to(rows.device)
-            rows[places] = self._before[name][places]
-        if members is None and self.scaler is not None:
-            self.scaler.forget()
+            # The forward of a plain member may have assigned a tensor of another shape.
+            if rows.shape == self._before[name].shape:
+                places = ... if members is None else members.nonzero().reshape(-1).to(rows.device)
+                rows[places] = self._before[name][places]
+        if members is None:
+            self._before = {}
+            if self.scaler is not None:
+                self.scaler.forget()
 
     def flush(self) -> bool:
         """Update members that have made some of the calls of an update. Returns whether there were any."""
@@ -358,31 +362,33 @@ class TrainingGroup:
         table.history.end_call(self, bad, partial(self._end_call, bad, due, done, sums))
 
     def _end_call(self, bad: Tensor | None, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Freeze members ``bad``, and update the others that are due; see `_finish`.
-
-        If that fails, the members are what they were before the call.
-        """
+        """Freeze members ``bad``, and update the others that are due; see `_finish`."""
         table = self.table
-        try:
+        frozen = table["frozen"] if bad is None else table["frozen"] | bad
+        resting = frozen if self._resting is None else frozen | self._resting
+        if self._before and bool(resting.any()):
+            self.restore(resting)
+
+        def count() -> None:
+            """Note that the call was made. An error from here on undoes nothing."""
+            self._before = {}
             if bad is not None:
                 table.freeze(bad)
-            frozen = table.columns["frozen"]
-            resting = frozen if self._resting is None else frozen | self._resting
-            if self._before and bool(resting.any()):
-                self.restore(resting)
-            if due is None or bool(due.any()):
-                self._update(resting if due is None else resting | ~due)
-        except BaseException:
-            self.restore()
-            raise
-        if due is not None:
-            table.count(done.masked_fill(due | frozen, 0), sums)
+            if due is not None:
+                table.count(done.masked_fill(due | frozen, 0), sums)
+
+        if due is None or bool(due.any()):
+            self._update(resting if due is None else resting | ~due, count)
+        else:
+            count()
         if self._resting is not None:
             self.drop_gradients()
-        self._before = {}
 
-    def _update(self, resting: Tensor) -> None:
-        """Unscale the gradients of all members but ``resting``, bool ``[rows]``, clip them and update."""
+    def _update(self, resting: Tensor, count: Callable[[], object]) -> None:
+        """Unscale the gradients of all members but ``resting``, bool ``[rows]``, clip them and update.
+
+        ``count`` is called when nothing can fail any more before the update.
+        """
         columns, optimizer = self.table.columns, self.optimizer
         left_out = resting if self.scaler is None else resting | self.scaler.unscale_(optimizer)
         if self.gradient_hooks:
@@ -393,14 +399,16 @@ class TrainingGroup:
         for name, clip in (("clip_value", clip_grad_value_), ("clip_norm", clip_grad_norm_)):
             if name in columns and (params := [p for p in self.parameters() if p.grad is not None]):
                 clip(params, columns[name])
-        with optimizer.holding(resting) if bool(resting.any()) else nullcontext():
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
+
+        def begin() -> None:
+            count()
+            columns["age"].add_(columns["alive"] & ~left_out)
+            self.table.history.updated = True
+            if self.scaler is not None:
                 self.scaler.update(resting=resting)
-        columns["age"].add_(columns["alive"] & ~left_out)
-        self.table.history.updated = True
+
+        with optimizer.holding(resting, begin):
+            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
 
     def _bad_members(self, losses: Tensor) -> Tensor | None:
         """Return the members whose loss or gradient is not finite, bool ``[rows]``; None if all train well."""

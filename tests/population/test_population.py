@@ -106,12 +106,16 @@ def test_a_member_that_goes_bad_is_frozen_as_it_was(compiled: bool) -> None:
         torch.testing.assert_close(value[1], before[key], rtol=0, atol=0, equal_nan=True)
     assert pop.ages.tolist() == [5, 3, 5]
     assert str(pop.lineage[-1]) == "step 3: freeze member 1"
+    with torch.no_grad():
+        weight[1, 0, 0] = 0.0
+    # It does not step, so it has no loss, though it is computed.
+    assert pop.step(x, y).isfinite().tolist() == [True, False, True]
     with pytest.raises(ValueError, match="'member 1' in row 1 went bad and is frozen"):
         pop.copy(1, 0)
     pop.copy(0, 1)
     assert pop.frozen == []
     assert pop.step(x, y).isfinite().all()
-    assert pop.ages.tolist() == [6, 6, 6]
+    assert pop.ages.tolist() == [7, 7, 7]
 
 
 def test_compiled_members_draw_by_their_keys() -> None:
@@ -226,3 +230,65 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any]) -> None:
 
     for actual, expected in zip(run(True), run(False), strict=True):
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient hook", "step_pre_hook", "step_post_hook"])
+@pytest.mark.parametrize(
+    "options", [{}, {"on_nonfinite": "raise"}, {"on_nonfinite": "ignore", "accumulate": 2, "scaler": True}]
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_step_that_raises_was_made_or_not(where: str, options: dict[str, Any], plain: bool) -> None:
+    """A call that raises before the update begins is made again; one that raises later counts. Both equal a valid run.
+
+    Of several groups the first raises, and the others have not stepped.
+    """
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = rows_net()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return self.net(x)
+
+    def run(fails: bool) -> tuple[Any, ...]:
+        raising: list[str] = []
+
+        def at(name: str) -> None:
+            if name in raising:
+                raise RuntimeError(f"in the {name}")
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            at("loss")
+            return F.cross_entropy(output, target)
+
+        torch.manual_seed(0)
+        arguments = {**options, "scaler": hf.optim.GradScaler()} if "scaler" in options else options
+        pop = hf.Population(
+            [Counting(), rows_net()] if plain else [rows_net() for _ in range(3)],
+            optimizer=lambda p: hf.optim.AdamW(p, lr=0.01),
+            loss=loss,
+            compile=False,
+            **arguments,
+        )
+        pop.register_gradient_hook(lambda params, grads: at("gradient hook"))
+        group = pop._groups[0]
+        group.optimizer.register_step_pre_hook(lambda *_: at("step_pre_hook"))
+        group.optimizer.register_step_post_hook(lambda *_: at("step_post_hook"))
+        for call in range(6):
+            if fails and call == 3:
+                raising.append(where)
+                with pytest.raises(RuntimeError, match=f"in the {where}"):
+                    pop.step(*BATCH)
+                raising.clear()
+                if where == "step_post_hook":
+                    continue
+            pop.step(*BATCH)
+        rows = group.live if where == "step_post_hook" else range(len(pop))
+        scales = [] if group.scaler is None else [group.scaler.table.columns]
+        states = [pop.models[row].state_dict() for row in rows]
+        return states, group.optimizer.state_dict(), scales, pop.ages[list(rows)]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
