@@ -210,7 +210,7 @@ def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn
         check_alone(index, model)
     stacks = dict(tensors(fused))
     for index, model in joining.items():
-        check_pair(fused._member(0), index, model)
+        check_pair(fused._member(0), index or "0 that joins", model)
         named = dict(tensors(model))
         for name in fused._array.comparison.shared:
             own, other = stacks[name], named[name]

@@ -18,7 +18,7 @@ from hfusion.capture.registered_tensors import check_materialized
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.fusion_report import FusionReport
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, noting
 from hfusion.core.fingerprint import read_state
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.layout import Listed
@@ -294,12 +294,8 @@ def _run_looped(fn: Callable[..., Any], name: str, call: Arguments, rows: Sequen
         args, kwargs = call.of_member(position)
         # After `tensor.data = value` a tensor does not lie in the row any more.
         given = [{key: tensor.detach() for key, tensor in held.items()} for held in args[:2]]
-        try:
-            with _common_unwritten(name, call):
-                changes = _call_member(fn, name, (*given, *args[2:]), kwargs)
-        except Exception as error:
-            error.add_note(f"hf.each: {name} ran for member {row}")
-            raise
+        with noting(f"hf.each: {name} ran for member {row}"), _common_unwritten(name, call):
+            changes = _call_member(fn, name, (*given, *args[2:]), kwargs)
         for kind in range(2):
             for key, tensor in given[kind].items():
                 if tensor.data_ptr() != args[kind][key].data_ptr():

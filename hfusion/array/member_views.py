@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfusion.array.array_editing import ArrayState, check_valued, enter, find_new_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, registered_names, value_keys
-from hfusion.capture.compare_models import check_pair
+from hfusion.capture.compare_models import check_pair, copy_tensor_hooks
 from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.python_state import content
 from hfusion.capture.registered_tensors import holder_of, tensors
@@ -418,6 +418,14 @@ class Views:
                 stack.requires_grad_(any(trains))
             freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains, device="cpu"))
 
+    def release(self, fused: FusedModule, rows: Iterable[int]) -> None:
+        """Let the members in ``rows`` go on as independent modules, with their hooks."""
+        leaving = [self.members.pop(row) for row in rows if row in self.members]
+        for member in leaving:
+            member.leave()
+        if leaving:
+            self.hear(fused)
+
     def rearranged(self, fused: FusedModule, sources: Sequence[Any]) -> None:
         """Update members: b is now ``sources[b]``, a former row or a model that joined."""
         for stack in {id(t): t for t in fused.stacks.values()}.values():
@@ -428,8 +436,8 @@ class Views:
             return
         before, new_rows, self.members = self.members, find_new_rows(sources), {}
         copied = [(row, source) for row, source in enumerate(sources) if source in before and new_rows[source] != row]
-        # A copy of a member has its modes.
-        likes = {row: _without_hooks(skeleton(source, before[source].model)) for row, source in copied}
+        # A copy of a member has its modes and hooks.
+        likes = {row: (skeleton(source, before[source].model), before[source]) for row, source in copied}
         for row, member in before.items():
             if row in new_rows:
                 member.row = new_rows[row]
@@ -438,9 +446,10 @@ class Views:
                 member.leave()
         self.follow(fused)
         base = fused.training_by_path()
-        for row, like in likes.items():
-            if any(base[path] != mode for path, mode in _modes(like).items()):
+        for row, (like, member) in likes.items():
+            if member.hooked or any(base[path] != mode for path, mode in _modes(like).items()):
                 self.add(fused, row, like)
+                copy_tensor_hooks(member.model, self.members[row].model)
         self.hear(fused)
 
 

@@ -438,7 +438,7 @@ class FusedModule(Tree):
         rearrange(self, kept_rows(rows, len(self)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.
+        """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, scalars, hooks.
 
         ``src`` is one member or as many as ``dst``; all are read before any is written. See ``keep`` for optimizers.
 

@@ -34,7 +34,7 @@ from hfusion.compiler.compiled_program import (
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
 from hfusion.core.calls import Ragged, StackedInput, is_stacked, stacked
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import FusionError, noting
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.layout import Listed
 from hfusion.core.program import Program
@@ -308,11 +308,8 @@ class PerModel(PerMemberFunction):
         with hinting(_unstacked(arguments, members), members):
             for member in active_rows(members, self.idle):
                 args, kwargs = arguments.of_member(member)
-                try:
+                with noting(f"This is of member {member}."):
                     rows.append((member, self._function(*args, **kwargs)))
-                except Exception as error:
-                    error.add_note(f"This is of member {member}.")
-                    raise
                 # The write would change the arguments or the gradient of another member.
                 if [tensor._version for tensor in inputs] != versions:
                     raise FusionError(

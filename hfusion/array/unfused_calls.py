@@ -21,7 +21,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.core.calls import Ragged, StackedInput
-from hfusion.core.errors import FusionError, NotCaptured
+from hfusion.core.errors import FusionError, NotCaptured, noting
 from hfusion.core.gradient_usage import frozen_rows, join, running, watched
 from hfusion.core.layout import Listed, member_values
 from hfusion.core.member_random import member_seeds
@@ -165,7 +165,7 @@ def _results(
         before = list(map(version_of, given.values()))
         args, kwargs = arguments.of_member(index)
         # What a member draws must not depend on the modes of others, which may draw nothing.
-        with nullcontext() if low is None else random_states_kept():
+        with noting(f"This is of member {index}."), nullcontext() if low is None else random_states_kept():
             if low is not None and high is not None:
                 seed_in_use((int(high[index]) << 32) | int(low[index]))
             # Replaces the tensors in `left` by those that forward assigns.

@@ -26,7 +26,11 @@ from hfusion.core.python_values import PLAIN, attributes, parts, walk
 from hfusion.torch_private.export_state import uncompiled
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# The tables of a tensor's hooks, and the methods that register them.
+_TENSOR_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
         first[id(model)] = index
 
 
-def check_pair(model: nn.Module, index: int, other: nn.Module) -> None:
+def check_pair(model: nn.Module, index: int | str, other: nn.Module) -> None:
     """Raise FusionError if ``other``, model ``index``, differs in structure from ``model``, model 0."""
     try:
         _check_modules(model, index, other)
@@ -155,7 +159,17 @@ def hooked_tensor(model: nn.Module) -> str:
     return ""
 
 
-def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:
+def copy_tensor_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Register the user's tensor hooks of ``model`` on its copy."""
+    copies = dict(copied.named_parameters(remove_duplicate=False))
+    for name, tensor in model.named_parameters():
+        for table, register in _TENSOR_HOOKS.items() if copies[name].requires_grad else ():
+            for hook in (getattr(tensor, table, None) or {}).values():
+                if not is_own_hook(hook):
+                    getattr(copies[name], register)(hook)
+
+
+def _check_modules(model: nn.Module, index: int | str, other: nn.Module) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     other_modules = dict(other.named_modules(remove_duplicate=False))
     for path, module in other_modules.items():
@@ -165,7 +179,7 @@ def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:
         raise FusionError(f"model {index} has no module {missing[0]}, which model 0 has")
 
 
-def _same_class(first_module: nn.Module | None, path: str, index: int, module: nn.Module) -> None:
+def _same_class(first_module: nn.Module | None, path: str, index: int | str, module: nn.Module) -> None:
     where = path or "(root)"
     if first_module is None:
         raise FusionError(f"model {index} has a module {where} ({type(module).__name__}) that model 0 lacks")
@@ -217,7 +231,7 @@ def _mode(module: nn.Module) -> str:
     return "train" if module.training else "eval"
 
 
-def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
+def _check_tensors(model: nn.Module, index: int | str, other: nn.Module) -> None:
     registered, other_registered = dict(tensors(model)), dict(tensors(other))
     for name in [*other_registered, *registered]:
         if (name in registered) != (name in other_registered):

@@ -549,9 +549,14 @@ def groups_of(saved: Saved) -> list[Saved]:
 
 def saves_of(root: Root | Sequence[Root]) -> list[Saved]:
     """Return the latest save under each root, with its tensors in its ``body``. Raises CheckpointError."""
-    roots = [root] if isinstance(root, str | os.PathLike) else list(root)
+    roots = list(root) if isinstance(root, Sequence) and not isinstance(root, str) else [root]
     if not roots:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")
+    if strange := [folder for folder in roots if not isinstance(folder, str | os.PathLike)]:
+        raise CheckpointError(
+            f"load expects the path of a folder, or several, got {type(strange[0]).__name__}. "
+            "Of a save with wait=False, give its result()."
+        )
     saves = []
     for folder in roots:
         saved = files.read(folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class HFusionError(Exception):
@@ -131,3 +132,13 @@ class SpillError(HFusionError):
 # Tracebacks show errors under the name by which users import them, such as hfusion.FusionError.
 for _error in (HFusionError, FusionError, ForwardsDiffer, PlanError, CheckpointError, NonFiniteError, SpillError):
     _error.__module__ = "hfusion"
+
+
+@contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Context manager: add ``note`` to errors."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise

@@ -76,12 +76,17 @@ def plain(value: Any) -> Any:
     return value
 
 
-def member_vector(name: str, value: object, members: int) -> MemberVector:
-    """Return ``value`` as a new vector ``[members]``. Raises ValueError unless it is one number or ``members``."""
+def as_numbers(name: str, value: object) -> torch.Tensor:
+    """Return ``value`` as a tensor. Raises ValueError unless it is a number, or a sequence of numbers."""
     try:
-        tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+        return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}={value!r} is not a number or a sequence of numbers") from error
+
+
+def member_vector(name: str, value: object, members: int) -> MemberVector:
+    """Return ``value`` as a new vector ``[members]``. Raises ValueError unless it is one number or ``members``."""
+    tensor = as_numbers(name, value)
     if tensor.dim() and tensor.shape != (members,):
         raise ValueError(
             f"{name} has {_shape(tensor)} for an array of {members} members: give one value, or {members} of them"

@@ -169,7 +169,7 @@ def begin_rows(
             stack[row] = optimizer.numbers[name] if name in optimizer.numbers else begin.get(name, 0.0)
 
 
-def check_unhooked(optimizer: FusedOptimizer, rows: Sequence[int]) -> None:
+def check_unhooked(optimizer: FusedOptimizer, rows: Sequence[int | None]) -> None:
     """Raise a FusionError if the optimizer has hooks of its steps, and only members ``rows`` are to step."""
     if coupling.has_hooks(optimizer):
         raise FusionError(

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments, row_of_leaf
 from hfusion.core.calls import Ragged, StackedInput, call_arguments, entry_counts, is_stacked, stacked, take_entries
-from hfusion.core.errors import ForwardsDiffer
+from hfusion.core.errors import ForwardsDiffer, noting
 from hfusion.core.layout import Listed, member_values, same_value, values_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def evaluate(population: Population, metric: Any, loader: Iterable[Any], convert
                     modes.enter_context(evaluating_members(group.fused))
                 args, kwargs = call_arguments(take_entries(inputs, group.entries()), {})
                 try:
-                    output = member_outputs(group.fused, args, kwargs)
+                    with group.table.naming():
+                        output = member_outputs(group.fused, args, kwargs)
                 except ForwardsDiffer as error:
                     if not outputs[group]:
                         # The groups leave eval mode, since splitting one copies members with their modes.
@@ -130,7 +131,7 @@ def member_metrics(
     values = {}
     for row, tag in members.items():
         own = [_of_member(part, row) for part in parts]
-        try:
+        with noting(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}."):
             if updated:
                 # On a copy, so that members share no state.
                 member_metric: Any = copy.deepcopy(metric)
@@ -141,9 +142,6 @@ def member_metrics(
             else:
                 value = metric(*(joined_batches(own, 0) if apart else own[0]))
             values[row] = number(value) if convert is None else convert(value)
-        except Exception as error:
-            error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
-            raise
     return values
 
 

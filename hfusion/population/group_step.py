@@ -107,8 +107,9 @@ def one_update(population: Population) -> Iterator[None]:
                 f"the loss or a gradient of {shown} is not finite in step {history.step}; nothing was updated: lower "
                 'its learning rate, stop it, or give on_nonfinite="freeze"'
             )
-        for _, _, end in ends:
-            end()
+        for group, _, end in ends:
+            with group.table.naming():
+                end()
     except BaseException:
         for group in population._held_groups:
             group.restore()

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import differing_attributes, fingerprint
-from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare, hooked_tensor
+from hfusion.capture.compare_models import (
+    check_alone,
+    check_models,
+    check_pair,
+    compare,
+    copy_tensor_hooks,
+    hooked_tensor,
+)
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable
 from hfusion.core.membership import is_per_member, membership
@@ -208,7 +215,9 @@ def copied_member(module: nn.Module, row: int) -> nn.Module:
         model = module._member(row) if view is None else view.model
         per_member = {name for name, parameter in module.named_parameters() if is_per_member(parameter)}
         frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
-    return module_copy(model, {id(parameter): parameter for parameter in frozen})
+    copied = module_copy(model, {id(parameter): parameter for parameter in frozen})
+    copy_tensor_hooks(model, copied)
+    return copied
 
 
 def copy_member_state(group: TrainingGroup, row: int) -> MemberState:

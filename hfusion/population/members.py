@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import wraps
@@ -23,7 +25,7 @@ from hfusion.core.patience import numbers
 from hfusion.core.step_arguments import Compile, check_loss_function
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import HyperValue, MemberVector, member_vector, plain, read
+from hfusion.optim.hyper import HyperValue, MemberVector, as_numbers, member_vector, plain, read
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking, made_for_rows
 
@@ -154,6 +156,22 @@ class GroupTable(MemberTable):
     @property
     def free(self) -> list[int]:
         return [row for row, tag in enumerate(self["tag"]) if tag is None]
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Context manager: add a note to errors that says which members of the population rows of the group are."""
+        try:
+            yield
+        except Exception as error:
+            held = {row: (tag, self["row"][row]) for row, tag in enumerate(self["tag"]) if tag is not None}
+            if any(row != of_population for row, (_, of_population) in held.items()):
+                text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+                spans = re.findall(r"\b(?:member|model|row|in)s? \[?(\d+(?:, \d+)*)", text)
+                named = {int(row) for span in spans for row in span.split(", ")} & held.keys()
+                # Errors that name no member are about all of the group.
+                shown = (f"member {row} is {held[row][0]!r} in row {held[row][1]}" for row in sorted(named or held))
+                error.add_note(f"In this group of the population, {', '.join(shown)}.")
+            raise
 
     def enter(self, row: int, tag: str, population_row: int | None) -> None:
         """Write the name of a member, and its row of the population, without an event in the history."""
@@ -347,7 +365,7 @@ class RowVector:
     def __setitem__(self, rows: Any, value: Any) -> None:
         """Raises ValueError for a row whose member has no such hyper-parameter, or has its own in each param group."""
         values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
-        values[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        values[rows] = as_numbers(self.label, value)
         chosen = set(torch.arange(self.size, device="cpu")[rows].reshape(-1).tolist())
         lacking = chosen.intersection(self.live).difference(*(places for places, _, _ in self.parts))
         if lacking:

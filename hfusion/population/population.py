@@ -361,7 +361,8 @@ class Population:
         chosen = self.active_rows if rows is None else self._chosen(rows)
         for group, places in self._by_group(chosen):
             positional, named = take_entries((args, kwargs), group.entries())
-            group.each(as_each(fn), places, *positional, **named)
+            with group.table.naming():
+                group.each(as_each(fn), places, *positional, **named)
 
     def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
         """Let `step` run a function between backward and update, before gradients are clipped.
@@ -468,7 +469,9 @@ class Population:
                 own_numbers = {name: value_of(name, given, index, count) for name, given in numbers.items()}
                 own = {key: value_of(key, given, index, count, pair=key in pairs_of) for key, given in hypers.items()}
                 new.append(group_of([joining], self._options, [0], shared))
-                new[-1].begin_anew(makes[index], own_numbers, own)
+                new[-1].table.enter(0, names[index], rows[index])
+                with new[-1].table.naming():
+                    new[-1].begin_anew(makes[index], own_numbers, own)
             for new_row, name, group in zip(rows, names, new, strict=True):
                 self._add(group, [new_row], "", [name])
                 group.table.note(0, EventKind.START)
@@ -512,6 +515,7 @@ class Population:
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Make members ``dst`` copies of ``src``: model, weights, moments, counts, schedule, hyper-parameters, scale.
 
+        Modes, frozen flags and hooks of the model and of its parameters follow.
         ``src`` is one row, or as many as ``dst``. All are read before any is written. A taken row keeps its tag, a
         free one gets a new tag.
 
@@ -637,11 +641,11 @@ class Population:
         keep: int = 3,
         score: float | None = None,
         wait: bool = True,
-    ) -> Future[Path]:
-        """Save everything in a new folder under ``directory``; arguments and exceptions are those of `hfusion.save`.
+    ) -> Any:
+        """Save everything in a new folder under ``directory``, and return its path, as `hfusion.save` does.
 
         With ``wait=False`` this copies the state, and a background thread writes it; ``result()`` of the returned
-        future is the folder, or raises; an error is also a warning. A save waits for the previous one.
+        future is the path, or raises; an error is also a warning. A save waits for the previous one.
         """
         keep, score = files.checked(keep, score)
         if self._saving is not None:
@@ -651,9 +655,7 @@ class Population:
             (body, tensors), steps = gathered(self, loader, extra), self.steps
         write = partial(files.write, directory, body, tensors, step=steps, keep=keep, score=score)
         if wait:
-            saving: Future[Path] = Future()
-            saving.set_result(write())
-            return saving
+            return write()
         self._saving = in_thread(write)
         return self._saving
 

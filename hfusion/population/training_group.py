@@ -21,6 +21,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.gathered_rows import GatheredRows, check_unhooked
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
+from hfusion.capture.compare_models import copy_tensor_hooks
 from hfusion.capture.registered_tensors import check_materialized, device_of, tensors
 from hfusion.checkpoint.save import member_stacks
 from hfusion.compiler.arguments import map_leaf, row_of_leaf
@@ -278,13 +279,14 @@ class TrainingGroup:
             if not self._step.lets_rest(inputs, keywords, _LIGHT if few else math.inf):
                 return self._step_some(rows, arguments, weights)
             check_unhooked(self.fused)
-            optimizer_rows.check_unhooked(self.optimizer, rows)
+            optimizer_rows.check_unhooked(self.optimizer, [self.rows[row] for row in rows])
         self._before, self._resting = {}, resting
         computed = columns["alive"] if resting is None else columns["alive"] & ~resting
         idle = () if bool(computed.all()) else (~computed).nonzero().reshape(-1).tolist()
         # Frozen members are computed, but make no step.
         computed = computed & ~columns["frozen"]
-        losses = self._call(inputs, target, keywords, idle)
+        with self.table.naming():
+            losses = self._call(inputs, target, keywords, idle)
         return losses if bool(computed.all()) else losses.masked_fill(~computed.to(losses.device), math.nan)
 
     def _call(self, inputs: Any, target: Any, keywords: dict[str, Any], free: Iterable[int]) -> Tensor:
@@ -332,7 +334,8 @@ class TrainingGroup:
             return False
         self._before, self._resting = {}, None
         self.drop_gradients()
-        self._finish(torch.zeros(len(self), device="cpu"), flushed=True)
+        with self.table.naming():
+            self._finish(torch.zeros(len(self), device="cpu"), flushed=True)
         return True
 
     def _finish(self, losses: Tensor, *, flushed: bool = False) -> None:
@@ -435,19 +438,22 @@ class TrainingGroup:
         width, budget = self._widths.of(len(rows)), self._step.budget
         # The members, and then free rows.
         places = [*rows, *rows[:1] * (width - len(rows))]
-        chosen = self._chosen
-        if chosen is None or chosen[2].whole is not self.optimizer or not (chosen[1].fits() and chosen[2].fits()):
-            array = GatheredRows(self.fused, places)
-            small, large = dict(array.array.named_parameters()), dict(self.fused.named_parameters())
-            params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
-            state = optimizer_rows.GatheredState.of(self.optimizer, params, places)
-            part = TrainingGroup.__new__(TrainingGroup)
-            part.__setstate__({**self.__getstate__(), "fused": array.array, "optimizer": state.part, "scheduler": None})
-            self._chosen = chosen = part, array, state
-        part, array, state = chosen
+        with self.table.naming():
+            chosen = self._chosen
+            if chosen is None or chosen[2].whole is not self.optimizer or not (chosen[1].fits() and chosen[2].fits()):
+                array = GatheredRows(self.fused, places)
+                small, large = dict(array.array.named_parameters()), dict(self.fused.named_parameters())
+                params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
+                state = optimizer_rows.GatheredState.of(self.optimizer, params, places)
+                part = TrainingGroup.__new__(TrainingGroup)
+                part.__setstate__(
+                    {**self.__getstate__(), "fused": array.array, "optimizer": state.part, "scheduler": None}
+                )
+                self._chosen = chosen = part, array, state
+            part, array, state = chosen
+            array.load(places)
+            state.load(places)
         part.table = self.table.take(rows, width - len(rows))
-        array.load(places)
-        state.load(places)
         part.scaler = None if self.scaler is None else self.scaler.of_rows(places)
         part._step.at_once = self._widths.at_once(width)
         part.elsewhere = self.elsewhere + (0 if budget is None else state_bytes(self.fused, self.optimizer))
@@ -522,6 +528,7 @@ class TrainingGroup:
         live, free = self.table.live, self.table.free
         if not live or not free:
             return
+        self.fused._views.release(self.fused, chosen)
         stacks = MemberTable(len(self), member_stacks(self.fused, self.optimizer))
         stacks.put(free, stacks.take(live[:1] * len(free)))
 
@@ -676,6 +683,7 @@ def group_of(models: list[nn.Module], options: GroupOptions, rows: list[int], sh
     around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
     names = [name for name, tensor in tensors(model) if id(tensor) in around]
     copied = module_copy(model, dict(around))
+    copy_tensor_hooks(model, copied)
     mark_plain(copied, names)
     group = PlainGroup(copied, options, rows)
     group.shared = names

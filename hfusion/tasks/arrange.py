@@ -17,7 +17,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.member_views import check_together
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
-from hfusion.core.errors import ForwardsDiffer, PlanError
+from hfusion.core.errors import ForwardsDiffer, PlanError, noting
 from hfusion.core.program import Program
 from hfusion.core.python_values import IdentityRef
 from hfusion.device.backend import random_states_kept
@@ -154,14 +154,11 @@ def array_of(task: Task, members: Sequence[int]) -> FusedModule:
 
 def arrays_of(task: Task, room: Room) -> list[Arrangement]:
     """Return the arrays of one task: several if shapes differ, or if all members together do not fit."""
-    try:
+    with noting(f"in the task {task.name!r}"):
         planner = TaskPlanner(task, room, first_minibatches(task))
         if isinstance(task.models, FusedModule):
             return [planner.arranged(task.name, range(task.members))]
         return planner.arrays()
-    except Exception as error:
-        error.add_note(f"in the task {task.name!r}")
-        raise
 
 
 @dataclass(frozen=True, eq=False)

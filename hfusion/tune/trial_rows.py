@@ -268,7 +268,7 @@ class TrialRows:
     def save(self, folder: Path) -> Path:
         """Save all trials, and return the path of the save."""
         self.population.compact()
-        return cast("Path", self.population.save(folder, keep=KEEP).result())
+        return cast("Path", self.population.save(folder, keep=KEEP))
 
     def restore(self, saved: Path, members: Sequence[SweepTrial]) -> None:
         """Restore trials from a save."""

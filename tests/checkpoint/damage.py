@@ -148,9 +148,9 @@ class Trial:
         self._copy = folder / "damaged"
         self._pop, batches = population(2), Batches()
         train(self._pop, batches, 2)
-        self._saves = [self._pop.save(folder / "one", loader=batches).result()]
+        self._saves = [self._pop.save(folder / "one", loader=batches)]
         train(self._pop, batches, 1)
-        self._saves.append(self._pop.save(folder / "other", loader=batches).result())
+        self._saves.append(self._pop.save(folder / "other", loader=batches))
         self.whole = 0
 
     def damage(self, name: str, seed: int) -> None:

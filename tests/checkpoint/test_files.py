@@ -329,7 +329,7 @@ def test_a_save_that_fails_in_the_background_warns(tmp_path: Path) -> None:
         pop.save(tmp_path / "file")
     with pytest.warns(UserWarning, match=r"a save has failed: .*file could not write a checkpoint"):
         assert isinstance(pop.save(tmp_path / "file", wait=False).exception(), hf.CheckpointError)
-    assert pop.save(tmp_path / "good").result().name == "save-000000000001"
+    assert pop.save(tmp_path / "good").name == "save-000000000001"
 
 
 def test_a_save_without_its_files_names_another(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_save_without_its_files_names_another(tmp_path: Path) -> None:
     with pytest.raises(hf.CheckpointError, match=r"manifest.json is missing; another save is .*save-000000000001"):
         hf.load(tmp_path, pop.fused)
     (tmp_path / "save-999999999999").mkdir()
-    assert pop.save(tmp_path).result() == saves(tmp_path)[-1] == tmp_path / "save-1000000000000"
+    assert pop.save(tmp_path) == saves(tmp_path)[-1] == tmp_path / "save-1000000000000"
 
 
 def test_unsupported_optimizers_are_refused(tmp_path: Path) -> None:

@@ -292,3 +292,94 @@ def test_a_step_that_raises_was_made_or_not(where: str, options: dict[str, Any],
         return states, group.optimizer.state_dict(), scales, pop.ages[list(rows)]
 
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("widths", [(6, 6, 6), (5, 6, 7)])
+def test_hooks_follow_copies_of_members_and_end_with_them(widths: tuple[int, ...]) -> None:
+    """In an array and between plain members: forward hooks and hooks of parameters, of a copy and of its copy."""
+    calls: list[int] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls.append(1)
+        return output * 2
+
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3)) for width in widths]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy, compile=False)
+    pop.models[0][1].register_forward_hook(hook)
+    pop.models[0][1].weight.register_hook(torch.zeros_like)
+    pop.copy(0, 1)
+    pop.copy(1, 2)
+    before = pop.models[0][1].weight.clone()
+    losses = pop.step(*BATCH)
+    assert losses[0] == losses[1] == losses[2]
+    assert len(calls) == 3
+    assert all(torch.equal(model[1].weight, before) for model in pop.models if model is not None)
+    stopped, frozen_weight = pop.stop(0), pop.models[2][1].weight
+    pop.grow(1)
+    pop.step(*BATCH)
+    assert len(calls) == 5  # Not for free rows.
+    assert torch.equal(frozen_weight, before)
+    F.cross_entropy(stopped(BATCH[0]), BATCH[1]).backward()
+    assert len(calls) == 6
+    assert not stopped[1].weight.grad.any()
+
+
+def test_hooks_follow_copies_in_an_array() -> None:
+    fused = hf.fuse([nn.Linear(4, 3) for _ in range(3)])
+    fused[1].register_forward_hook(lambda module, args, output: output * 2)
+    fused.copy(1, 2)
+    outputs = fused(BATCH[0])
+    assert torch.equal(outputs[1], outputs[2])
+
+
+def invalid_rate(pop: hf.Population) -> None:
+    pop.hparams["lr"][3] = -1.0
+    pop.step(*BATCH)
+
+
+def invalid_target(pop: hf.Population) -> None:
+    inputs, targets = [torch.ones(size, 4) for size in (2, 3, 4)], [torch.arange(2), torch.arange(3), torch.ones(4) * 9]
+    pop.step(hf.stacked(inputs), hf.stacked([target.long() for target in targets]), rows=[1, 2, 4])
+
+
+def other_width(pop: hf.Population) -> None:
+    pop.step(hf.stacked([torch.ones(6, 4 + (row == 2)) for row in range(5)]), BATCH[1])
+
+
+def other_mode(pop: hf.Population) -> None:
+    pop.models[3].eval()
+    pop.step(*BATCH, rows=[2, 3])
+
+
+def each_divides(pop: hf.Population) -> None:
+    pop.each(lambda params, grads: 1 // 0, rows=[4])
+
+
+def invalid_start(pop: hf.Population) -> None:
+    pop.start(None, [rows_net(), rows_net()], tag=["f", "g"], lr=[0.1, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (invalid_rate, "member 1 is 'd' in row 3"),
+        (invalid_target, "member 1 is 'e' in row 4"),
+        (other_width, "member 0 is 'c' in row 2"),
+        (other_mode, "member 0 is 'c' in row 2, member 1 is 'd' in row 3"),
+        (each_divides, "member 2 is 'e' in row 4"),
+        (invalid_start, "member 0 is 'g' in row 6"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("on_nonfinite", ["freeze", "raise"])
+def test_errors_of_a_group_name_members_of_the_population(act: Any, words: str, on_nonfinite: Any) -> None:
+    """Errors of an array count its rows: a note says which members these are."""
+    torch.manual_seed(0)
+    models = [*(nn.Linear(4, 3) for _ in range(2)), *(rows_net() for _ in range(3))]
+    make = {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1), "loss": F.cross_entropy, "compile": False}
+    pop = hf.Population(models, tags=list("abcde"), on_nonfinite=on_nonfinite, **make)
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        act(pop)
+    (note,) = (note for note in error.value.__notes__ if "population" in note)
+    assert words in note

@@ -115,7 +115,10 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     for score in (0.1, 0.9, 0.3, 0.2, 0.5):
         pop.save(tmp_path, keep=2, score=score)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{n:012d}" for n in (2, 4, 5)]
-    assert pop.save(tmp_path, keep=2, wait=False).result().name == "save-000000000006"
+    saving = pop.save(tmp_path, keep=2, wait=False)
+    assert saving.result().name == "save-000000000006"
+    with pytest.raises(hf.CheckpointError, match="got Future"):
+        hf.load(saving, pop.fused)
 
 
 def test_a_save_in_the_background_holds_a_layer_of_all_members_as_it_was(
