@@ -96,6 +96,10 @@ def population(**options: Any) -> hf.Population:
     return hf.Population([mlp() for _ in range(3)], **{**defaults, **options})
 
 
+def unlike() -> hf.Population:
+    return hf.Population([mlp(), nn.Linear(4, 4)], optimizer=hf.optim.SGD, loss=F.mse_loss)
+
+
 def left(pop: hf.Population) -> hf.Population:
     """Return a population after its member 1 has left."""
     pop.stop(1)
@@ -217,9 +221,7 @@ FUSE = {
         r"0\.0\.weight of model 0 and 0\.0\.weight of model 1 are one tensor"
     ),
     "pop.start(None, changed(lambda m: m[0].weight.register_hook(hook))[1])": "0.weight of model 0 has a tensor hook",
-    "hf.Population([mlp(), nn.Linear(4, 4)], optimizer=hf.optim.SGD, loss=F.mse_loss).hparams['lr'].__setitem__(0, 'a')": (
-        "lr='a' is not a number"
-    ),
+    "unlike().hparams['lr'].__setitem__(0, 'a')": "lr='a' is not a number",
     "fused.put(0, nn.Linear(4, 4))": r"\(root\) is Sequential in model 0 and Linear in model 0 that joins",
     "hf.Population(mlp(), optimizer=adam, loss=F.mse_loss)": "takes a list of models, not Sequential",
     "hf.build(mlp, seeds=3)": r"seeds is 3: give one seed per member, such as range\(3\)",
