@@ -221,7 +221,6 @@ FUSE = {
         r"0\.0\.weight of model 0 and 0\.0\.weight of model 1 are one tensor"
     ),
     "pop.start(None, changed(lambda m: m[0].weight.register_hook(hook))[1])": "0.weight of model 0 has a tensor hook",
-    "unlike().hparams['lr'].__setitem__(0, 'a')": "lr='a' is not a number",
     "fused.put(0, nn.Linear(4, 4))": r"\(root\) is Sequential in model 0 and Linear in model 0 that joins",
     "hf.Population(mlp(), optimizer=adam, loss=F.mse_loss)": "takes a list of models, not Sequential",
     "hf.build(mlp, seeds=3)": r"seeds is 3: give one seed per member, such as range\(3\)",
@@ -330,6 +329,7 @@ META = {
 }
 
 VALUES = {
+    "unlike().hparams['lr'].__setitem__(0, 'a')": "lr='a' is not a number",
     "hf.build(mlp, [0, 1.5])": "seeds has 1.5: give whole numbers",
     "hf.build(mlp, ['a'])": "seeds has 'a': give whole numbers",
     "fused()": r"Sequential.forward\(input.*forward\(\): missing a required argument: 'input'",

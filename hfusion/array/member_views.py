@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfusion.array.array_editing import ArrayState, check_valued, enter, find_new_rows, row_copy
 from hfusion.array.variable_states import MAX_VALUES
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint, python_attributes, registered_names, value_keys
-from hfusion.capture.compare_models import check_pair, copy_tensor_hooks
+from hfusion.capture.compare_models import check_pair
 from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.python_state import content
 from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows, lies_in, move, tie, untie
-from hfusion.core.membership import is_own_hook
+from hfusion.core.membership import copy_tensor_hooks, is_own_hook
 from hfusion.core.python_values import PLAIN
 from hfusion.core.tree import leaves
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass

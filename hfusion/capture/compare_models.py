@@ -26,11 +26,7 @@ from hfusion.core.python_values import PLAIN, attributes, parts, walk
 from hfusion.torch_private.export_state import uncompiled
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# The tables of a tensor's hooks, and the methods that register them.
-_TENSOR_HOOKS = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
@@ -157,16 +153,6 @@ def hooked_tensor(model: nn.Module) -> str:
         if not all(is_own_hook(h) for hooks in _TENSOR_HOOKS for h in (getattr(tensor, hooks, None) or {}).values()):
             return name
     return ""
-
-
-def copy_tensor_hooks(model: nn.Module, copied: nn.Module) -> None:
-    """Register the user's tensor hooks of ``model`` on its copy."""
-    copies = dict(copied.named_parameters(remove_duplicate=False))
-    for name, tensor in model.named_parameters():
-        for table, register in _TENSOR_HOOKS.items() if copies[name].requires_grad else ():
-            for hook in (getattr(tensor, table, None) or {}).values():
-                if not is_own_hook(hook):
-                    getattr(copies[name], register)(hook)
 
 
 def _check_modules(model: nn.Module, index: int | str, other: nn.Module) -> None:

@@ -554,8 +554,7 @@ def saves_of(root: Root | Sequence[Root]) -> list[Saved]:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")
     if strange := [folder for folder in roots if not isinstance(folder, str | os.PathLike)]:
         raise CheckpointError(
-            f"load expects the path of a folder, or several, got {type(strange[0]).__name__}. "
-            "Of a save with wait=False, give its result()."
+            f"load expects a folder, got {type(strange[0]).__name__}. Give a save's path or result()."
         )
     saves = []
     for folder in roots:

@@ -17,6 +17,9 @@ from hfusion.core.errors import FusionError
 
 _MARK = "_hfusion_membership"
 _OWN_HOOK = "_hfusion_own_hook"
+_POST_ACCUMULATE = "_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"
+# The tables of a tensor's hooks, and the methods that register them.
+_TENSOR_HOOKS = ("_backward_hooks", "register_hook"), _POST_ACCUMULATE
 
 T = TypeVar("T", bound=Tensor)
 
@@ -100,6 +103,16 @@ def own_hook(hook: Any) -> Any:
 def is_own_hook(hook: object) -> bool:
     """Return whether a hook was marked by `own_hook`."""
     return hasattr(hook, _OWN_HOOK)
+
+
+def copy_tensor_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Register the user's hooks of the parameters of ``model`` on its copy."""
+    copies = dict(copied.named_parameters(remove_duplicate=False))
+    for name, tensor in model.named_parameters():
+        for table, register in _TENSOR_HOOKS if copies[name].requires_grad else ():
+            for hook in (getattr(tensor, table) or {}).values():
+                if not is_own_hook(hook):
+                    getattr(copies[name], register)(hook)
 
 
 # Attributes and classes that users give to parameters, such as ``p.no_decay = True``: kept on stacks, rows and copies.

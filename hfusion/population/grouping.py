@@ -14,17 +14,10 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import differing_attributes, fingerprint
-from hfusion.capture.compare_models import (
-    check_alone,
-    check_models,
-    check_pair,
-    compare,
-    copy_tensor_hooks,
-    hooked_tensor,
-)
+from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare, hooked_tensor
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.member_table import MemberTable
-from hfusion.core.membership import is_per_member, membership
+from hfusion.core.membership import copy_tensor_hooks, is_per_member, membership
 from hfusion.core.memory import module_copy
 from hfusion.population.training_group import TrainingGroup, group_of, signature
 

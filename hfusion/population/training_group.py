@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,14 +21,13 @@ from hfusion.array.fuse import fuse
 from hfusion.array.gathered_rows import GatheredRows, check_unhooked
 from hfusion.array.member_functions import MemberFunction, training_rows
 from hfusion.array.module import FusedModule
-from hfusion.capture.compare_models import copy_tensor_hooks
 from hfusion.capture.registered_tensors import check_materialized, device_of, tensors
 from hfusion.checkpoint.save import member_stacks
 from hfusion.compiler.arguments import map_leaf, row_of_leaf
 from hfusion.core.calls import call_arguments, is_stacked, stacked, take_entries
 from hfusion.core.errors import FusionError, KeepsState
 from hfusion.core.member_table import MemberTable, Widths
-from hfusion.core.membership import Membership, is_per_member, mark, membership
+from hfusion.core.membership import Membership, copy_tensor_hooks, is_per_member, mark, membership
 from hfusion.core.memory import module_copy
 from hfusion.core.step_arguments import check_losses
 from hfusion.device.backend import active_autocast, sent, without_autocast
@@ -365,53 +364,44 @@ class TrainingGroup:
         table.history.end_call(self, bad, partial(self._end_call, bad, due, done, sums))
 
     def _end_call(self, bad: Tensor | None, due: Tensor | None, done: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Freeze members ``bad``, and update the others that are due; see `_finish`."""
-        table = self.table
+        """Freeze members ``bad``, and unscale, clip and update the others that are due; see `_finish`."""
+        table, optimizer, updates = self.table, self.optimizer, due is None or bool(due.any())
         frozen = table["frozen"] if bad is None else table["frozen"] | bad
         resting = frozen if self._resting is None else frozen | self._resting
         if self._before and bool(resting.any()):
             self.restore(resting)
+        held = left_out = resting if due is None else resting | ~due
 
-        def count() -> None:
+        def begin() -> None:
             """Note that the call was made. An error from here on undoes nothing."""
             self._before = {}
             if bad is not None:
                 table.freeze(bad)
             if due is not None:
                 table.count(done.masked_fill(due | frozen, 0), sums)
+            if updates:
+                table["age"].add_(table["alive"] & ~left_out)
+                table.history.updated = True
+                if self.scaler is not None:
+                    self.scaler.update(resting=held)
 
-        if due is None or bool(due.any()):
-            self._update(resting if due is None else resting | ~due, count)
+        if not updates:
+            begin()
         else:
-            count()
+            if self.scaler is not None:
+                left_out = held | self.scaler.unscale_(optimizer)
+            if self.gradient_hooks:
+                idle = left_out.tolist()
+                for hook in self.gradient_hooks.values():
+                    if rows := [row for row in self.active_rows if not idle[row]]:
+                        self.each(hook, rows)
+            for name, clip in (("clip_value", clip_grad_value_), ("clip_norm", clip_grad_norm_)):
+                if name in table.columns and (params := [p for p in self.parameters() if p.grad is not None]):
+                    clip(params, table[name])
+            with optimizer.holding(held, begin):
+                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self._resting is not None:
             self.drop_gradients()
-
-    def _update(self, resting: Tensor, count: Callable[[], object]) -> None:
-        """Unscale the gradients of all members but ``resting``, bool ``[rows]``, clip them and update.
-
-        ``count`` is called when nothing can fail any more before the update.
-        """
-        columns, optimizer = self.table.columns, self.optimizer
-        left_out = resting if self.scaler is None else resting | self.scaler.unscale_(optimizer)
-        if self.gradient_hooks:
-            idle = left_out.tolist()
-            for hook in self.gradient_hooks.values():
-                if rows := [row for row in self.active_rows if not idle[row]]:
-                    self.each(hook, rows)
-        for name, clip in (("clip_value", clip_grad_value_), ("clip_norm", clip_grad_norm_)):
-            if name in columns and (params := [p for p in self.parameters() if p.grad is not None]):
-                clip(params, columns[name])
-
-        def begin() -> None:
-            count()
-            columns["age"].add_(columns["alive"] & ~left_out)
-            self.table.history.updated = True
-            if self.scaler is not None:
-                self.scaler.update(resting=resting)
-
-        with optimizer.holding(resting, begin):
-            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
 
     def _bad_members(self, losses: Tensor) -> Tensor | None:
         """Return the members whose loss or gradient is not finite, bool ``[rows]``; None if all train well."""
@@ -446,9 +436,8 @@ class TrainingGroup:
                 params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
                 state = optimizer_rows.GatheredState.of(self.optimizer, params, places)
                 part = TrainingGroup.__new__(TrainingGroup)
-                part.__setstate__(
-                    {**self.__getstate__(), "fused": array.array, "optimizer": state.part, "scheduler": None}
-                )
+                own = {"fused": array.array, "optimizer": state.part, "scheduler": None}
+                part.__setstate__({**self.__getstate__(), **own})
                 self._chosen = chosen = part, array, state
             part, array, state = chosen
             array.load(places)
