@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hfusion.schedule.engine import simulate as simulate
     from hfusion.step.train_step import train_step as train_step
     from hfusion.tasks.task import Evaluation as Evaluation, Step as Step, Task as Task
-    from hfusion.tasks.train import TrainError as TrainError
+    from hfusion.tasks.training_report import TrainError as TrainError
     from hfusion.tune.population_based_training import PBT as PBT
     from hfusion.tune.sweep import sweep as sweep
     from hfusion.tune.study import SweepResult as SweepResult
@@ -68,7 +68,7 @@ _NAMES = {
     "hfusion.schedule.engine": ("simulate",),
     "hfusion.step.train_step": ("train_step",),
     "hfusion.tasks.task": ("Evaluation", "Step", "Task"),
-    "hfusion.tasks.train": ("TrainError",),
+    "hfusion.tasks.training_report": ("TrainError",),
     "hfusion.tune.population_based_training": ("PBT",),
     "hfusion.tune.sweep": ("sweep",),
     "hfusion.tune.study": ("SweepResult",),

@@ -122,6 +122,7 @@ def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
     Raises:
         PlanError: the tasks cannot fit the machine.
         FusionError: a model cannot be captured.
+        TrainError: a loader has failed.
 
     Example:
         >>> import torch, hfusion as hf

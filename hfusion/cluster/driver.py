@@ -27,8 +27,7 @@ from hfusion.tasks.arrange import Room, array_of
 from hfusion.tasks.minibatch_border import OnResult, answered, check_folder
 from hfusion.tasks.reading import set_generators
 from hfusion.tasks.task import Evaluation, Step, Task, check_loaders, check_tensors, find_hook, listed_models, seed_of
-from hfusion.tasks.train import TrainError
-from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, ArrayNote, Report, TaskReport, joined
+from hfusion.tasks.training_report import ArrayEvent, ArrayLogs, ArrayNote, Report, TaskReport, TrainError, joined
 
 _log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from hfusion.tasks.arrange import Room, arrange_one, arrays_of
 from hfusion.tasks.minibatch_border import check_folder
 from hfusion.tasks.reading import generator_states
 from hfusion.tasks.task import Evaluation, Step, Task
-from hfusion.tasks.train import TrainError, train_arranged
-from hfusion.tasks.training_report import ArrayEvent, ArrayNote, Report
+from hfusion.tasks.train import train_arranged
+from hfusion.tasks.training_report import ArrayEvent, ArrayNote, Report, TrainError
 
 # Seconds between two messages with results.
 _TELL = 0.2

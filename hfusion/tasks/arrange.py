@@ -17,7 +17,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.member_views import check_together
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
-from hfusion.core.errors import ForwardsDiffer, PlanError, noting
+from hfusion.core.errors import ForwardsDiffer, HFusionError, PlanError, noting
 from hfusion.core.program import Program
 from hfusion.core.python_values import IdentityRef
 from hfusion.device.backend import random_states_kept
@@ -27,9 +27,11 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.cost.cost import symbol_sizes
 from hfusion.passes.partition.cut_shards import growth, sharding, shards_at
 from hfusion.schedule.plan import Plan, TaskPlan
+from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.reading import generators_kept, length, reading
 from hfusion.tasks.source import Minibatch, Shapes, largest, samples
 from hfusion.tasks.task import Task, check_loaders, check_tensors, listed_models, optimizer_of, shapes
+from hfusion.tasks.training_report import Report, TrainError
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,20 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     Raises:
         PlanError: names repeat, a task does not fit even in shards, or tensors or loaders cannot be shared.
         FusionError: a model cannot be captured.
+        TrainError: a loader has failed.
     """
     check_tensors(tasks)
     rates = machine.calibrate()
     room = Room.of(machine, rates, keep=keep, at_once=len(tasks))
-    arrangements = [arrangement for task in tasks for arrangement in arrays_of(task, room)]
+    arrangements: list[Arrangement] = []
+    for task in tasks:
+        try:
+            arrangements += arrays_of(task, room)
+        except HFusionError:
+            raise
+        except Exception as error:
+            report = Report({}, _plan_of([], machine, rates, room), Timeline((), (), 0.0), {})
+            raise TrainError.of([task.name], error, report) from error
     check_loaders([(array.plan.name, array.task) for array in arrangements])
     return arrangements, _plan_of(arrangements, machine, rates, room)
 

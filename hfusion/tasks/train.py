@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hfusion.array.per_model import FunctionPrograms, PerModel
 from hfusion.capture.registered_tensors import device_of, tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.core.errors import HFusionError, PlanError
+from hfusion.core.errors import PlanError
 from hfusion.core.event_log import first_line
 from hfusion.core.exclusive import compiling_within
 from hfusion.device.backend import backend, memory_of
@@ -51,44 +51,9 @@ from hfusion.tasks.training_report import (
     Report,
     TaskBars,
     TaskReport,
+    TrainError,
     joined,
 )
-
-
-class TrainError(HFusionError):
-    """A task failed. ``report`` has the results of the tasks that were done before.
-
-    Example:
-        >>> import torch, hfusion as hf
-        >>> def fail(told):
-        ...     raise RuntimeError("a callback that fails")
-        >>> task = hf.Task(
-        ...     [torch.nn.Linear(2, 1) for _ in range(2)],
-        ...     torch.nn.functional.mse_loss,
-        ...     lambda params: hf.optim.SGD(params, lr=0.1),
-        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
-        ...     callbacks=[fail],
-        ... )
-        >>> try:
-        ...     hf.train([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
-        ... except hf.TrainError as error:
-        ...     type(error.__cause__).__name__, len(error.report.tasks)
-        ('RuntimeError', 0)
-    """
-
-    # As users import it, in tracebacks.
-    __module__ = "hfusion"
-
-    def __init__(self, message: str, report: Report) -> None:
-        super().__init__(message)
-        self.report = report
-
-    @staticmethod
-    def of(names: Sequence[str], cause: BaseException, report: Report) -> TrainError:
-        """Return the error of the tasks ``names``, of which the first failed by ``cause``."""
-        failed = f"{'task' if len(names) == 1 else 'tasks'} {', '.join(map(repr, names))} failed"
-        finished = f"finished: {', '.join(report) or 'none'} (error.report)"
-        return TrainError(f"{failed}: {type(cause).__name__}: {cause}; {finished}", report)
 
 
 def train_arranged(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
+from hfusion.core.errors import HFusionError
 from hfusion.core.event_log import EventLog
 from hfusion.core.text import aligned, readable
 from hfusion.schedule.plan import Plan
@@ -376,3 +377,39 @@ class TaskBars:
                 seconds = perf_counter() - self._start
                 line = f"{sum(self._done)}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
                 self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class TrainError(HFusionError):
+    """A task failed. ``report`` has the results of the tasks that were done before.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> def fail(told):
+        ...     raise RuntimeError("a callback that fails")
+        >>> task = hf.Task(
+        ...     [torch.nn.Linear(2, 1) for _ in range(2)],
+        ...     torch.nn.functional.mse_loss,
+        ...     lambda params: hf.optim.SGD(params, lr=0.1),
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ...     callbacks=[fail],
+        ... )
+        >>> try:
+        ...     hf.train([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        ... except hf.TrainError as error:
+        ...     type(error.__cause__).__name__, len(error.report.tasks)
+        ('RuntimeError', 0)
+    """
+
+    # As users import it, in tracebacks.
+    __module__ = "hfusion"
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+    @staticmethod
+    def of(names: Sequence[str], cause: BaseException, report: Report) -> TrainError:
+        """Return the error of the tasks ``names``, of which the first failed by ``cause``."""
+        failed = f"{'task' if len(names) == 1 else 'tasks'} {', '.join(map(repr, names))} failed"
+        finished = f"finished: {', '.join(report) or 'none'} (error.report)"
+        return TrainError(f"{failed}: {type(cause).__name__}: {cause}; {finished}", report)

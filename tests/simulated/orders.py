@@ -26,7 +26,7 @@ import hfusion as hf
 from hfusion.checkpoint import files
 from hfusion.schedule.plan import Plan
 from hfusion.tasks.task import Evaluation, Step
-from hfusion.tasks.train import Report, TrainError
+from hfusion.tasks.training_report import Report, TrainError
 from tests.schedule.compared import COMPARED
 from tests.simulated.queues import DEVICES, QUEUES, Fault
 from tests.trained import SEED, Knotted, Way, adamw, batches, cross_entropy, fused, momentum, plain, planned, task

@@ -470,3 +470,20 @@ def test_each_task_draws_as_if_alone() -> None:
     before = torch.get_rng_state()
     assert_same(arrays, tasks, expected, on, plan)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loader_that_fails_while_the_run_is_planned(on: hf.Machine) -> None:
+    class Missing:
+        def __len__(self) -> int:
+            return BATCHES
+
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError("no such file")
+
+    before = state_of(array(0))
+    tasks = [task(array(0), WAY, LOADER, "good"), task(array(1), WAY, Missing(), "bad")]
+    with nothing_left(on), pytest.raises(hf.TrainError, match="task 'bad' failed: OSError: no such file") as raised:
+        hf.train(tasks, on)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert not raised.value.report.tasks
+    assert equal_states(array(0), before)
