@@ -381,7 +381,12 @@ class Views:
         if changed and not self._outdated:
             for row, content in changed.items():
                 if content not in added and content not in before:
-                    added[content] = _without_hooks(skeleton(row, self.members[row].model))
+                    # Without the user's hooks, which only the member's own code runs.
+                    added[content] = bare = skeleton(row, self.members[row].model)
+                    for module, name in product(bare.modules(), HOOKS):
+                        table = getattr(module, name)
+                        for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
+                            del table[key]
             enter(fused, after, fused._array.of_contents(after, added))
 
     def _divide(self, fused: FusedModule) -> None:
@@ -462,16 +467,6 @@ def _differing_names(content: Any, other: Any) -> frozenset[str] | None:
     if content[1:] != other[1:]:
         return None
     return frozenset(name.rpartition(".")[2] for name, _ in set(content[0]) ^ set(other[0]))
-
-
-def _without_hooks(model: nn.Module) -> nn.Module:
-    """Return ``model`` after removing the user's hooks."""
-    for module in model.modules():
-        for name in HOOKS:
-            table = getattr(module, name)
-            for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
-                del table[key]
-    return model
 
 
 def _put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
