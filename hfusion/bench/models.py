@@ -138,7 +138,7 @@ def dcgan() -> nn.Module:
     for fan_in, fan_out, stride, padding in ((64, 64, 1, 0), (64, 32, 2, 1), (32, 16, 2, 1)):
         layers.append(nn.ConvTranspose2d(fan_in, fan_out, 4, stride, padding, bias=False))
         layers += [nn.BatchNorm2d(fan_out), nn.ReLU()]
-    return nn.Sequential(*layers, nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1), nn.Tanh())
+    return nn.Sequential(*layers, nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1, bias=False), nn.Tanh())
 
 
 class PointNet(nn.Module):
