@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,17 +158,15 @@ class GroupTable(MemberTable):
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context manager: add a note to errors that says which members of the population rows of the group are."""
+        """Context manager: add a note to errors that says which members of the population the rows of the group are."""
         try:
             yield
         except Exception as error:
             held = {row: (tag, self["row"][row]) for row, tag in enumerate(self["tag"]) if tag is not None}
             if any(row != of_population for row, (_, of_population) in held.items()):
-                text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-                spans = re.findall(r"\b(?:member|model|row|in)s? \[?(\d+(?:, \d+)*)", text)
-                named = {int(row) for span in spans for row in span.split(", ")} & held.keys()
-                # Errors that name no member are about all of the group.
-                shown = (f"member {row} is {held[row][0]!r} in row {held[row][1]}" for row in sorted(named or held))
+                shown = (
+                    f"member {row} is {tag!r} in row {of_population}" for row, (tag, of_population) in held.items()
+                )
                 error.add_note(f"In this group of the population, {', '.join(shown)}.")
             raise
 

@@ -36,13 +36,7 @@ from hfusion.optim.clip import all_finite, overflowing
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
-from hfusion.population.evaluation import (
-    entry_bytes,
-    evaluating_model,
-    sample_weighted,
-    weighted,
-    with_row,
-)
+from hfusion.population.evaluation import entry_bytes, evaluating_model, sample_weighted, weighted, with_row
 from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, leave_out, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
