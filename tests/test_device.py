@@ -351,21 +351,13 @@ def test_an_interrupt_leaves_no_lock_taken(calls: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
-    lock, taken, over = FairLock(), Event(), Event()
-
-    def hold() -> None:
-        with lock:
-            taken.set()
-            over.wait()
-
-    thread = Thread(target=hold)
+    lock = FairLock()
+    thread = Thread(target=lock.acquire)
     thread.start()
-    taken.wait()
+    thread.join()
     if not (child := os.fork()):
         os._exit(not lock.acquire(timeout=10))
     assert os.waitpid(child, 0)[1] == 0
-    over.set()
-    thread.join()
 
 
 def test_an_error_puts_torchs_generator_back() -> None:
