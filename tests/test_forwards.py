@@ -74,8 +74,11 @@ def test_a_step_that_does_not_count_writes_nothing(name: str, bad: int) -> None:
         assert bool(changed) == (step < bad), changed
 
 
-def test_a_step_of_some_members_writes_their_frozen_parameters() -> None:
-    models = BY_NAME["parameter written: teacher in place"].models()
+@pytest.mark.parametrize("light", [0, 1 << 22])
+def test_a_step_of_some_members_writes_their_frozen_parameters(light: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few members of many are computed as copies, where a step of all is no light work."""
+    monkeypatch.setattr("hfusion.population.training_group._LIGHT", light)
+    models = [model for _ in range(2) for model in BY_NAME["parameter written: teacher in place"].models()]
     members = [Member(copy.deepcopy(model), torch.optim.SGD, mean, Own(0.1)) for model in models]
     pop = hf.Population(models, optimizer=lambda params: hf.optim.SGD(params, lr=0.1), loss=mean, compile=False)
     for row in (1, 1, 0, 1):

@@ -53,11 +53,6 @@ class TimedBatch(tuple[Tensor, Tensor]):
         return super().__iter__()
 
 
-def loader_of(batches: list[Any]) -> Iterable[Any]:
-    """Return what is no list, so that `hf.train` reads it in a thread."""
-    return dict(enumerate(batches)).values()
-
-
 def batch() -> tuple[Tensor, Tensor]:
     """Return a minibatch on the host."""
     return torch.zeros(SAMPLES, SIZE), torch.zeros(SAMPLES, dtype=torch.int64)
@@ -102,10 +97,11 @@ def train(max_norm: float | None, loader: Callable[[list[Any]], Iterable[Any]]) 
     return clock.milliseconds
 
 
+# What is no list is read in a thread.
 RUNS = {
     "train_step": partial(steps, None),
     "hf.train of a list": partial(train, None, list),
-    "hf.train of another loader": partial(train, None, loader_of),
+    "hf.train of another loader": partial(train, None, lambda batches: dict(enumerate(batches)).values()),
     "train_step, clipped": partial(steps, 1.0),
     "hf.train of a list, clipped": partial(train, 1.0, list),
 }
