@@ -328,7 +328,7 @@ def _simple(x: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> t
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise FusionError("forward takes gradients through a recurrent layer over a varying number of steps")
+    raise FusionError("forward takes gradients through a recurrent layer")
 
 
 _library = torch.library.Library("hfusion_recurrent", "DEF")
@@ -346,8 +346,7 @@ for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
 
 def _layer(func: Any, x: Tensor, *rest: Any) -> Any:
     # For packed sequences, the fourth argument is the list of weights instead of a bool.
-    symbolic = isinstance(rest[2], bool) and not isinstance(x.shape[1 if rest[7] else 0], int)
-    return _TRACED[func](x, *rest) if symbolic else func(x, *rest)
+    return _TRACED[func](x, *rest) if isinstance(rest[2], bool) else func(x, *rest)
 
 
 def _max_pool1d(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,8 @@ _REMEDY = (
 )
 # Seconds of a wait for messages of a cluster, after which devices that are lost are noticed.
 _GLANCE = 0.1
+# Bytes of parameters whose garbage is collected at once: with gradients, state and activations several times as many.
+_GARBAGE = 1 << 26
 
 
 # What workers do.
@@ -54,13 +56,16 @@ _GLANCE = 0.1
 class _TrialHost:
     """The arrays of a worker by name, with what trains them.
 
-    ``threads``: the number of threads of plain trials; None: those that torch has.
+    Attributes:
+        threads: the number of threads of plain trials; None: those that torch has.
+        joined: the bytes of parameters that joined since Python last collected garbage for arrays that ended.
     """
 
     recipe: SweepRecipe
     stopping: Callable[[], bool]
     threads: int | None = None
     rows: dict[str, TrialRows] = field(default_factory=dict)
+    joined: int = 0
 
     def call(self, name: str, call: RowsCall | bytes) -> Any:
         """Call a method of an array. ``join`` and ``restore`` create it; their last arguments say what."""
@@ -71,6 +76,7 @@ class _TrialHost:
             for member in members:
                 if member.model is None:
                     member.model = self.recipe.model(member.number, member.suggestion)
+                self.joined += sum(parameter.nbytes for parameter in member.model.parameters())
             if name not in self.rows:
                 kind = PlainTrial if plain else TrialRows
                 self.rows[name] = kind(self.recipe, members[0].suggestion.choices, self.stopping)
@@ -78,6 +84,16 @@ class _TrialHost:
         rows = self.rows[name]
         with torch_threads(self.threads if self.threads and isinstance(rows, PlainTrial) else torch.get_num_threads()):
             return getattr(rows, method)(*args)
+
+    def drop(self, name: str) -> None:
+        """Let an array go.
+
+        It and its programs form reference cycles, which hold memory until Python collects garbage. As that visits every
+        object of the process, in up to a second, small arrays wait until Python does so itself.
+        """
+        if type(self.rows.pop(name, None)) is TrialRows and self.joined > _GARBAGE:
+            gc.collect()
+            self.joined = 0
 
 
 @dataclass(frozen=True)
@@ -104,9 +120,7 @@ class RowsJob:
     def answers(self, host: _TrialHost) -> dict[str, Any]:
         """Return the result of the last call of each array."""
         for name in self.dropped:
-            if type(host.rows.pop(name, None)) is TrialRows:
-                # It and its programs form reference cycles, which hold memory until Python collects garbage.
-                gc.collect()
+            host.drop(name)
         return {name: [host.call(name, call) for call in calls][-1] for name, calls in self.calls.items()}
 
 

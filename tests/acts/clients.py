@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
@@ -190,7 +190,7 @@ class Loop(Client):
             for name, tensor in self.fused.state_dict().items()
         }
 
-    @property
+    @cached_property
     def template(self) -> dict[str, Tensor]:
         return self.setup.entry.model(0).state_dict()
 

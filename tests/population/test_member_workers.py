@@ -25,6 +25,7 @@ STEPS = 9
 def no_orphans() -> Iterator[None]:
     if why_no_fork(torch.device("cpu")):
         pytest.skip("processes cannot be forked here")
+    gc.freeze()
     yield
     gc.collect()
     assert not multiprocessing.active_children()

@@ -247,7 +247,7 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
     assert begun == [[task_plan.unit(number) for number in range(task_plan.units)] for task_plan in plan.tasks]
 
 
-def test_a_task_that_runs_is_chosen_by_no_other_device() -> None:
+def test_a_task_that_runs_is_chosen_by_no_other_device_and_may_end_early() -> None:
     dispatcher = Dispatcher(Plan((task("a", steps=2), task("b")), {"d": 99, "e": 99}, 1.0, 1.0), LONGEST)
     assert [dispatcher.choose(99, None) for _ in range(3)] == [0, 1, None]
     assert not dispatcher.has_waiting()
@@ -256,6 +256,11 @@ def test_a_task_that_runs_is_chosen_by_no_other_device() -> None:
     assert dispatcher.has_waiting()
     assert dispatcher.choose(1, None) is None
     assert dispatcher.choose(99, None) == 0
+    dispatcher.end(0, 0)
+    while dispatcher.next(1) is not None:
+        assert dispatcher.unfinished()
+        dispatcher.begin_unit(1)
+    assert not dispatcher.unfinished()
 
 
 # Policies: which candidate they choose, and that they are pure.
@@ -292,6 +297,7 @@ C = Candidate(task=2, unit=1, remaining=7.0, quantum=1.0, since=2, need=3)
 )
 def test_a_running_task_goes_on_or_not(name: str, chosen: Candidate) -> None:
     assert COMPARED[name](state(name, [B, C], running=A, share=20.0)) is chosen
+    assert LONGEST(state("sharded-lrtf", [C._replace(remaining=A.remaining)], running=A)) is A
 
 
 @given(CANDIDATES, st.sampled_from(sorted(COMPARED)))

@@ -134,12 +134,8 @@ def test_a_loader_that_tells_its_position_is_asked(tmp_path: Path) -> None:
 
 def test_a_killed_process_goes_on_in_another(tmp_path: Path) -> None:
     for kill in (3, 7):
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.tasks.test_checkpoints", str(tmp_path), str(kill)],
-            cwd=ROOT,
-            timeout=120,
-            check=False,
-        )
+        command = [sys.executable, "-m", "tests.tasks.test_checkpoints", str(tmp_path), str(kill)]
+        ended = subprocess.run(command, cwd=ROOT, timeout=120)
         assert ended.returncode == -signal.SIGKILL
         assert kill - 1 <= saved_at(tmp_path / "task") <= kill
     assert_equal(run(tmp_path, None), run(None, None))
@@ -245,9 +241,8 @@ def task_with(
 ) -> hf.Task:
     """Task ``t0``, ``t1``, ... of an optimizer that exists, so that its state can be looked at."""
     task_settings = Way(lambda params: optimizer, settings.clip, settings.accumulate)
-    return task(
-        fused, task_settings, shuffled(index), f"t{index}", eval_loader=shuffled(9) if evaluated else None, **more
-    )
+    loader = shuffled(index, torch.Generator().manual_seed(index) if evaluated else None)
+    return task(fused, task_settings, loader, f"t{index}", eval_loader=shuffled(9) if evaluated else None, **more)
 
 
 def planned_as(tasks: Sequence[hf.Task], on: hf.Machine, modes: Sequence[str]) -> Plan:
