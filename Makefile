@@ -58,12 +58,13 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# One thread for each test: processes that tests start would share the cores with those of other tests.
 suite: $(STAMP)
-	$(BIN)/python -m pytest $(LIMIT) --numprocesses $(WORKERS) --durations=40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LIMIT) --numprocesses $(WORKERS) --durations=40
 
 # Without those of tests/slow_tests.txt.
 suite-fast: $(STAMP)
-	$(BIN)/python -m pytest $(LIMIT) --fast --numprocesses $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(LIMIT) --fast --numprocesses $(WORKERS)
 
 test-cluster: $(VENV)/.cluster
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune
