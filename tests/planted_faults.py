@@ -96,11 +96,12 @@ def room_tests(file: str) -> list[str]:
     """Return the folder or file with the tests of a room, and the room's doctests.
 
     >>> room_tests("hfusion/optim/adam.py"), room_tests("passes/cost/cost.py")
-    (['tests/optim', 'hfusion/optim'], ['tests/passes', 'passes'])
+    (['tests/optim', 'hfusion/optim'], ['tests/passes', 'hfusion/passes'])
     """
     parts = Path(file).with_suffix("").parts
     room = parts[0] if parts[0] in PACKAGE[1:] else parts[1]
-    source = "/".join(parts[:2]) if parts[0] == PACKAGE[0] else room
+    # Through the link: the package's modules must not be imported once more under another name.
+    source = f"{PACKAGE[0]}/{room}"
     paths = [f"tests/{room}", f"tests/test_{room}.py", source, f"{source}.py"]
     return [path for path in paths if (ROOT / path).exists()]
 
@@ -182,7 +183,7 @@ def find(fault: Fault, known: Sequence[str], quick: bool, copy: Path) -> str | N
         stages = [
             *([partial(failing_tests, copy, known)] if known else []),
             *(partial(failing_tests, copy, room, fast=fast) for fast in (True, False)),
-            *(partial(failing_tests, copy, ["."], fast=fast) for fast in (True, False) if not quick),
+            *(partial(failing_tests, copy, ["tests", "hfusion"], fast=fast) for fast in (True, False) if not quick),
         ]
         return next((failing[0] for stage in stages if (failing := stage())), None)
 

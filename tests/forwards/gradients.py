@@ -208,10 +208,6 @@ row("straight through", lambda self, x: (h := self.fc(x)) + (h.round() - h).data
 
 
 # Derivatives that forward takes by torch.autograd.grad, in graphs where that is possible.
-through = lambda self, x: grad(self.m(y := x.detach().requires_grad_())[0].sum(), y, create_graph=True)[0]  # noqa: E731
-row("derivative through a GRU", through, m=lambda: nn.GRU(4, 3), loops="forward")
-
-
 def mlp(activation=nn.Tanh, norm=False):
     layers = [nn.Linear(2, 6), *([nn.LayerNorm(6)] if norm else []), activation(), nn.Linear(6, 6), activation()]
     return lambda: nn.Sequential(*layers, nn.Linear(6, 1))

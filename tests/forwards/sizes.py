@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import grad
 
 from tests.alone import call, hf, normal
 from tests.forwards.table import Sevenfold, Table, buffer, module, parameter
@@ -256,3 +257,7 @@ def sizes_in_the_graph(self, x):
     rows = y[torch.arange(n)] + y.repeat(2, 1)[:n] + torch.cat([y, x], 0).split(n, 0)[0].mean(1, keepdim=True)
     scalars = y.sum() / y.numel() + torch.narrow(y, 0, 0, n - 1).sum()
     return heads + folded + written + masked + rows + scalars
+
+
+through = lambda s, x: grad(s.m(y := x.detach().requires_grad_())[0].sum(), y, create_graph=True)[0]  # noqa: E731
+row("derivative through a GRU", through, m=lambda: nn.GRU(4, 3), loops="forward")

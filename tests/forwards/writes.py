@@ -460,9 +460,4 @@ def outs_that_are_views(self, x):
 
 # What no array can follow.
 row("write past autograd", lambda self, x: (h := self.fc(x), h.detach().mul_(2), h)[2], loops=None)
-row(
-    "write of the input",
-    lambda self, x: self.fc(x.mul_(2)),
-    calls=lambda: [normal(4, 4)],
-    refused="writes into its input",
-)
+row("write of the input", lambda s, x: s.fc(x.mul_(2)), calls=lambda: [normal(4, 4)], refused="writes into its input")
