@@ -93,7 +93,7 @@ def sources(folder: Path) -> dict[Path, str]:
 
 
 def room_tests(file: str) -> list[str]:
-    """Return the folder or file with the tests of a room, and the room's doctests.
+    """Return the folder or file with the tests of a room, or all tests if it has none, and the room's doctests.
 
     >>> room_tests("hfusion/optim/adam.py"), room_tests("passes/cost/cost.py")
     (['tests/optim', 'hfusion/optim'], ['tests/passes', 'hfusion/passes'])
@@ -103,7 +103,8 @@ def room_tests(file: str) -> list[str]:
     # Through the link: the package's modules must not be imported once more under another name.
     source = f"{PACKAGE[0]}/{room}"
     paths = [f"tests/{room}", f"tests/test_{room}.py", source, f"{source}.py"]
-    return [path for path in paths if (ROOT / path).exists()]
+    found = [path for path in paths if (ROOT / path).exists()]
+    return found if found[0].startswith("tests/") else ["tests", *found]
 
 
 @contextmanager

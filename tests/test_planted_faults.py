@@ -23,3 +23,5 @@ def test_every_fault_can_be_planted() -> None:
 
 def test_the_record_is_of_faults_in_the_table() -> None:
     assert record().keys() <= {fault.name for fault in FAULTS}
+    for path, _, name in (test.partition("::") for tests in record().values() for test in tests):
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), (path, name)

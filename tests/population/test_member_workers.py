@@ -23,8 +23,8 @@ STEPS = 9
 
 @pytest.fixture(autouse=True)
 def no_orphans() -> Iterator[None]:
-    if why_no_fork(torch.device("cpu")):
-        pytest.skip("processes cannot be forked here")
+    if reason := why_no_fork(torch.device("cpu")):
+        pytest.skip(reason)
     gc.freeze()
     yield
     gc.collect()

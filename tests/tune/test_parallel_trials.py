@@ -33,8 +33,8 @@ HERE = os.getpid()
 
 @pytest.fixture(autouse=True)
 def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if why_no_fork(torch.device("cpu")):
-        pytest.skip("no fork of this process could train")
+    if reason := why_no_fork(torch.device("cpu")):
+        pytest.skip(reason)
     monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: -math.inf)
     yield
     assert not multiprocessing.active_children()
