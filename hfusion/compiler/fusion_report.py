@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ def describe(program: Program, check: str) -> ProgramReport:
         if node.op == "call_function" and "origin" in node.meta and not node.meta.get("transition"):
             alike[str(node.meta["origin"].target).removeprefix("aten."), node.meta["lowering"]].append(node)
     rows = [
-        Row(operator, lowering, len(nodes), sum(n.meta["choice"].price for n in nodes if "choice" in n.meta))
+        Row(operator, lowering, len(nodes), math.fsum(n.meta["choice"].price for n in nodes if "choice" in n.meta))
         for (operator, lowering), nodes in alike.items()
     ]
     mode = "train" if program.training else "eval"
