@@ -19,7 +19,7 @@ NULL_STAMP := $(NULL_VENV)/.torch-$(NULL_TORCH)
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
-	@echo "make test   lint, types, import contracts, and the tests that take four minutes together"
+	@echo "make test   lint, types, import contracts, and the tests that take three minutes together"
 	@echo "make test-all  the same with all tests: what CI runs"
 	@echo "make lint   the same without the tests"
 	@echo "make test-cluster  the tests that start Ray, or many processes, on this machine"

@@ -374,7 +374,7 @@ _WAYS: dict[Any, Callable[..., Any]] = {
 
 
 class OpenLengths(TorchFunctionMode):
-    """Keeps varying sizes of recurrent layers and some other functions dynamic in this thread."""
+    """Makes recurrent layers one operator each, and keeps varying sizes of some functions dynamic, in this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         substitute = _WAYS.get(func)

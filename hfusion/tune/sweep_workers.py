@@ -45,7 +45,8 @@ _REMEDY = (
 )
 # Seconds of a wait for messages of a cluster, after which devices that are lost are noticed.
 _GLANCE = 0.1
-# Bytes of parameters whose garbage is collected at once: with gradients, state and activations several times as many.
+# An array that ends is collected as garbage at once if models with more bytes of parameters have joined since the last
+# collection. With gradients and the optimizer's state, the garbage is several times as large.
 _GARBAGE = 1 << 26
 
 

@@ -93,10 +93,7 @@ def convert(param: Tensor, **to: Any) -> None:
     param.grad = grad.to(**to)
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "double": {"dtype": torch.float64},
-    "bfloat16": {"dtype": torch.bfloat16},
-}
+KINDS: dict[str, dict[str, Any]] = {"double": {"dtype": torch.float64}, "bfloat16": {"dtype": torch.bfloat16}}
 
 
 @pytest.mark.usefixtures("kernels")

@@ -25,6 +25,7 @@ STEPS = 9
 def no_orphans() -> Iterator[None]:
     if reason := why_no_fork(torch.device("cpu")):
         pytest.skip(reason)
+    # Only what the test leaves behind is looked through.
     gc.freeze()
     yield
     gc.collect()

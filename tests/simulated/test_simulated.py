@@ -24,11 +24,11 @@ def call(*words: str) -> str:
 
 
 def test_any_order_gives_the_bits_of_the_serial_run() -> None:
-    assert "3 orders" in call("tests.simulated", "--orders", "3", "--seed", "5")
+    assert "5 orders" in call("tests.simulated", "--orders", "5", "--seed", "5")
 
 
 def test_planted_faults_are_seen() -> None:
-    assert "of 2 single ones seen" in call("tests.simulated", "--faults", "2")
+    assert "of 4 single ones seen" in call("tests.simulated", "--faults", "4")
 
 
 def test_what_is_no_run() -> None:

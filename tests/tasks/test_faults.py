@@ -164,10 +164,7 @@ def test_a_fault_in_one_task(fault: str, resident: bool, on: hf.Machine) -> None
     plan = planned(tasks, on, [2, 3, 1], [resident] * 3)
     if isinstance(bad.loader, Broken):
         bad.loader.epochs.clear()
-    with (
-        nothing_left(on),
-        pytest.raises(hf.TrainError, match=r"task 'bad' failed: .*; finished: good ") as raised,
-    ):
+    with nothing_left(on), pytest.raises(hf.TrainError, match=r"task 'bad' failed: .*; finished: good ") as raised:
         hf.train(tasks, on, "fifo", plan=plan)
     cause, report = raised.value.__cause__, raised.value.report
     assert isinstance(cause, kind)

@@ -56,6 +56,16 @@ def test_all_choices_at_once_also_after_a_kill(tmp_path: Path) -> None:
     assert everything(search(8, str(tmp_path), loss=dying, **options)) == everything(whole)
 
 
+def test_garbage_is_collected_where_arrays_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfusion.tune.trial_placement.seconds_saved", lambda *args: math.inf)
+    collected = list[int]()
+    monkeypatch.setattr("hfusion.tune.sweep_workers.gc.collect", lambda: collected.append(1))
+    for limit in (1 << 26, 0):
+        monkeypatch.setattr("hfusion.tune.sweep_workers._GARBAGE", limit)
+        search(4)
+        assert bool(collected) is not bool(limit)
+
+
 class Free(torch.nn.Module):
     """Small, and with BatchNorm."""
 

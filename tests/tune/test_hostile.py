@@ -49,10 +49,7 @@ def states(study: Any) -> list[str]:
         (lambda t: {"make_model.depth": 3}, r"make_model\(.*, which got an unexpected keyword argument 'depth'"),
         (lambda t: {"lr": 0.1, "optimizer.lr": 0.1}, "space gives 'lr' to optimizer twice"),
         (lambda t: {"hidden": 4, "make_model.hidden": 8}, "space gives 'hidden' to make_model twice"),
-        (
-            lambda t: {"loader.hidden": 4},
-            "no function takes .loader.hidden. .* loader takes nothing, as",
-        ),
+        (lambda t: {"loader.hidden": 4}, "no function takes .loader.hidden. .* loader takes nothing, as"),
         (lambda t: {"batch_size": 4}, r"no function takes 'batch_size' .*: give loader\(batch_size\)"),
         (lambda t: {"loss.alpha": 4}, r"to loss\(.*, which got an unexpected keyword argument 'alpha'"),
         (lambda t: {"optimizer": "adm"}, "trial 0: optimizer='adm' is no optimizer of hf.optim; it has sgd, "),
