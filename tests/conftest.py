@@ -46,11 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays; Python's garbage collector need not look through all of it, nor through the programs of
-    # other tests, again and again.
+    # What was imported stays; Python's garbage collector need not look through all of it again and again.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

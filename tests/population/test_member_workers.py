@@ -25,8 +25,8 @@ STEPS = 9
 def no_orphans() -> Iterator[None]:
     if reason := why_no_fork(torch.device("cpu")):
         pytest.skip(reason)
-    # Only what the test leaves behind is looked through.
-    gc.freeze()
+    # Of earlier tests.
+    gc.collect()
     yield
     gc.collect()
     assert not multiprocessing.active_children()
