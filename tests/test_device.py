@@ -268,6 +268,7 @@ def address(piece: object) -> int:
 
 
 @needs_library
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("threads", [1, 3, 16])
 def test_every_piece_is_done_once(threads: int) -> None:
     done: list[int] = []
@@ -277,6 +278,12 @@ def test_every_piece_is_done_once(threads: int) -> None:
         done.clear()
         helpers.run(address(piece), 0, pieces)
         assert sorted(done) == list(range(pieces))
+    if not (child := os.fork()):
+        try:
+            helpers.run(address(piece), 0, 2)
+        finally:
+            os._exit(len(done) != 42)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # Backends of devices: the answers of the host here, and on an accelerator those of its module of torch.

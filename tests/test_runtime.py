@@ -39,24 +39,10 @@ LOADER = batches(torch.float64, 2)
 WAYS = (Way(adamw), Way(momentum, 0.5), Way(adamw, None, 2), Way(momentum, 0.5, 2))
 
 
-class Small(nn.Module):
-    """A tied weight, dropout, a skip connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.drop = nn.Dropout(0.5)
-        self.out = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.drop(torch.tanh(self.first(x)))
-        return self.out(self.first(h) + x)
-
-
 @cache
 def fused_and_expected(index: int) -> tuple[hf.FusedModule, tuple[Tensor, dict[str, Tensor]]]:
     torch.manual_seed(index)
-    array = fused(Small)
+    array = fused()
     return array, plain(array, WAYS[index], LOADER)
 
 

@@ -1,8 +1,8 @@
 """A team of threads of this process, one per core, that run the parts of one job in parallel (``team.c``).
 
 The calling thread may be one of them. While they work they do not hold Python's lock; between jobs they spin for a
-while, and then sleep. Steps with the same number of threads share a team; it ends with the last of them. A forked
-process, which has only one thread, creates its own team.
+while, and then sleep. Steps with the same number of threads share a team; it ends with the last of them. In a forked
+process, which has only one thread, a team starts its threads again.
 """
 
 from __future__ import annotations
@@ -78,26 +78,26 @@ class Team:
     """
 
     def __init__(self, threads: int, inner: int, joined: bool) -> None:
-        functions, setting = _functions(), _setting()
-        self._joins = joined and bool(setting.threads)
-        new_threads = threads - self._joins
-        address = functions.team_make(new_threads, inner, setting)
+        self.threads, self._inner = threads, inner
+        self._joins = joined and bool(_setting().threads)
+        self._start()
+
+    def _start(self) -> None:
+        functions, threads = _functions(), self.threads - self._joins
+        address = functions.team_make(threads, self._inner, _setting())
         if not address:
             raise MemoryError("no memory for a team of threads")
-        self.threads = threads
-        self._address = address
-        self._lock = Lock()
-        self._run = functions.team_run
-        ready = [Event() for _ in range(new_threads)]
+        self._process, self._address, self._lock, self._run = os.getpid(), address, Lock(), functions.team_run
+        ready = [Event() for _ in range(threads)]
         before = torch.get_num_threads()
         for number, event in enumerate(ready):
             # The threads hold no reference to the team, so that it can be freed.
-            Thread(target=_stay, args=(address, inner, event), name=f"hfusion-{number}", daemon=True).start()
+            Thread(target=stay, args=(address, self._inner, event), name=f"hfusion-{number}", daemon=True).start()
         for event in ready:
             event.wait()
         # Each thread has set its own number of torch threads, and also the default of later threads.
         torch.set_num_threads(before)
-        finalize(self, _close, address, os.getpid())
+        finalize(self, _close, address, self._process)
 
     def run(self, piece: int, work: int, pieces: int) -> None:
         """Run a job of ``pieces`` pieces. ``piece``: address of a `team.c` function for a piece; ``work``: of its data.
@@ -105,13 +105,16 @@ class Team:
         Returns or raises after all threads have finished. Raises PieceError if a piece failed.
         """
         message = ctypes.create_string_buffer(_ROOM)
+        if self._process != os.getpid():
+            self._start()
         with self._lock:
             failed = self._run(self._address, piece, work, pieces, self._joins, message, _ROOM)
         if failed >= 0:
             raise PieceError(failed, message.value.decode(errors="replace"))
 
 
-def _stay(address: int, inner: int, ready: Event) -> None:
+def stay(address: int, inner: int, ready: Event) -> None:
+    """Run the parts that a thread of a team is given. It holds no lock while its team has no job."""
     # The first read initializes the number of this thread to the last one set in any thread, so read before setting.
     torch.get_num_threads()
     torch.set_num_threads(inner)
@@ -126,12 +129,12 @@ def _close(address: int, process: int) -> None:
         _functions().team_close(address)
 
 
-_teams: WeakValueDictionary[tuple[int, int, int, bool], Team] = WeakValueDictionary()
+_teams: WeakValueDictionary[tuple[int, int, bool], Team] = WeakValueDictionary()
 
 
 def team(threads: int, inner: int = 1, joined: bool = False) -> Team:
     """Return the shared team of this process with these numbers of threads. It lives as long as callers hold it."""
-    key = os.getpid(), threads, inner, joined
+    key = threads, inner, joined
     shared_team = _teams.get(key)
     if shared_team is None:
         shared_team = _teams[key] = Team(threads, inner, joined)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from hfusion.core.errors import HFusionError
 from hfusion.device.backend import accelerators
+from hfusion.device.team import stay
 
 # Modules in which idle threads wait; such threads hold no lock that training needs.
 _WAITING = {"threading", "queue", "selectors", "socket", "connection", "heartbeat"}
@@ -194,8 +195,9 @@ def why_no_fork(device: torch.device) -> str:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        busy = frame is not None and Path(frame.f_code.co_filename).stem not in _WAITING
-        if thread is not threading.current_thread() and busy:
+        # A team has a job only while the thread that gave it is busy.
+        idle = frame is None or frame.f_code is stay.__code__ or Path(frame.f_code.co_filename).stem in _WAITING
+        if thread is not threading.current_thread() and not idle:
             return f"thread {thread.name!r} may hold locks"
     return ""
 

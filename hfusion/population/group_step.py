@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -259,7 +260,10 @@ class MemberWorkers:
         """Fork workers, and give them members: the longest first, each to the process with the least to do."""
         movable = [group for group in groups if _may_leave(group)]
         count = min(self._processes, len(movable)) - 1
-        if count < 1 or why_no_fork(_CPU):
+        if count < 1:
+            return
+        if why := why_no_fork(_CPU):
+            warnings.warn(f"processes={self._processes}, but this one trains all members: {why}", stacklevel=2)
             return
         here = [group for group in groups if group not in movable]
         shares = [here, *(list[TrainingGroup]() for _ in range(count))]

@@ -8,7 +8,6 @@ which each block reads its rows (``inductor.py``), and of the memory for losses 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import addressof
@@ -123,7 +122,6 @@ class ParallelBlocksStep(BlocksStep):
         self._joined = self.threads == 1 or not one_dnn
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
-        self._process = 0
         self._team: Team | None = None
 
     @property
@@ -147,9 +145,7 @@ class ParallelBlocksStep(BlocksStep):
         fixed = self._fixed
         if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, tensors)):
             fixed = self._fixed = _Fixed(self, tensors, call, self._losses.itemsize)
-        if self._team is None or self._process != os.getpid():
-            # A forked process has none of its parent's threads.
-            self._process, self._team = os.getpid(), team(self.threads, self.inner, self._joined)
+        self._team = self._team or team(self.threads, self.inner, self._joined)
         losses = torch.full((fixed.members,), torch.nan, dtype=self._losses, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
         # This step will overwrite the gradients, which an argument may be.

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -54,12 +55,14 @@ class Failing(Dense):
         return y
 
 
-def population(processes: int, **options: Any) -> hf.Population:
+def population(processes: int, steps: int = 0, **options: Any) -> hf.Population:
     torch.manual_seed(0)
     members: list[nn.Module] = [Dense(5), Dense(7), Failing(3), nn.Linear(4, 3), Dense(6), Dense(8)]
     options = {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.01), "clip_norm": 0.5, **options}
     pop = hf.Population(members, loss=F.cross_entropy, processes=processes, **options)
     torch.manual_seed(1)
+    for step in range(steps):
+        pop.step(*batch(step))
     return pop
 
 
@@ -152,9 +155,7 @@ def test_the_same_bits_as_in_one_process(name: str) -> None:
 
 
 def test_errors_are_those_of_the_member_and_others_have_stepped() -> None:
-    pop = population(6)
-    for step in range(4):
-        pop.step(*batch(step))
+    pop = population(6, steps=4)
     x, y = batch(4)
     with pytest.raises(RuntimeError, match="five samples"):
         pop.step(x[:5], y[:5])
@@ -164,12 +165,15 @@ def test_errors_are_those_of_the_member_and_others_have_stepped() -> None:
 
 
 def test_a_killed_process_is_an_error_at_every_later_use() -> None:
-    pop = population(3)
-    for step in range(4):
-        pop.step(*batch(step))
+    pop = population(3, steps=4)
     [killed, _] = multiprocessing.active_children()
     assert killed.pid is not None
     os.kill(killed.pid, signal.SIGKILL)
     for use in (lambda: pop.step(*batch(4)), lambda: pop.models[0], lambda: pop.ages):
         with pytest.raises(hf.HFusionError, match="weights of its members are lost: load the last save"):
             use()
+
+
+def test_a_process_that_cannot_be_forked_says_so() -> None:
+    with ThreadPoolExecutor(1) as threads, pytest.warns(UserWarning, match="processes=3, .* not in the main thread"):
+        threads.submit(population, 3, steps=4).result()
