@@ -172,6 +172,10 @@ def _holds_fixed(value: Any) -> bool:
     return _is_fixed(value) or (kind in (dict, list, set, tuple) and all(map(_holds_fixed, items)))
 
 
+_Assigned = tuple[int, dict[str, Tensor], list[Tensor], list[tuple[Tensor, Tensor | None]]]
+"""A member's row, the tensors that were assigned to it by key, those that they replace, and new gradients."""
+
+
 class Views:
     """The members that were handed out, by row.
 
@@ -302,8 +306,7 @@ class Views:
         watch = self._watch
         same_attributes = watch is not None and watch.same_attributes() and (calling or not self._outdated)
         if array_changed or watch is None or not same_attributes or not watch.same_tensors():
-            for row, member in self.members.items():
-                self._hear_tensors(fused, row, member)
+            self._hear_tensors(fused)
             if not same_attributes:
                 self._hear_attributes(fused, calling)
             self.hear(fused)
@@ -318,8 +321,38 @@ class Views:
         self.note(fused)
         self._watch = _Watch(self.members.values())
 
-    def _hear_tensors(self, fused: FusedModule, row: int, member: MemberModule) -> None:
-        """Copy tensors that were assigned to a member into its row."""
+    def _hear_tensors(self, fused: FusedModule) -> None:
+        """Copy tensors that were assigned to members into their rows, as if all were read before one is written."""
+        shared, stacks = fused._array.comparison.shared, fused.stacks
+        assigned = [found for row, member in self.members.items() if (found := self._assigned(fused, row, member))]
+        owners: dict[int, int] = {}
+        for row, member in self.members.items() if assigned else ():
+            for name, tensor in tensors(member.model):
+                if name not in shared and (first := owners.setdefault(id(tensor), row)) != row:
+                    raise FusionError(
+                        f"{name} of member {row} of a fused {fused._original} was assigned, and is one tensor with one "
+                        f"of member {first}, and members have one each: assign a copy"
+                    )
+        with torch.no_grad():
+            values = {(row, name): t.detach().clone() for row, current, _, _ in assigned for name, t in current.items()}
+            for _, _, replaced, _ in assigned:
+                for before in replaced:
+                    move(before, before.data.clone())
+                    if isinstance(before, nn.Parameter):
+                        untie(before)
+            for row, current, _, _ in assigned:
+                for name, tensor in current.items():
+                    target = live_rows(stacks[name], row).data
+                    target.copy_(values[row, name])
+                    move(tensor, target)
+        for row, _, _, grads in assigned:
+            self.members[row].take(shared)
+            self._align(fused, [row])
+            for tensor, grad in grads:
+                tensor.grad = grad
+
+    def _assigned(self, fused: FusedModule, row: int, member: MemberModule) -> _Assigned | None:
+        """Return what was assigned to a member; None for nothing."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
         current = dict(tensors(member.model))
         for name, parameter in member.parameters.items():
@@ -333,7 +366,7 @@ class Views:
         same = list(modules.items()) == list(member.modules.items()) and current.keys() == recorded.keys()
         moved = [n for n, t in current.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
         if same and not moved and all(current[name] is tensor for name, tensor in recorded.items()):
-            return
+            return None
         _check_fits(fused, row, member.model)
         for name, stack in stacks.items():
             if name in shared and current[name] is not stack:
@@ -341,20 +374,10 @@ class Views:
                     f"{name} of member {row} of a fused {fused._original} was assigned, and is one tensor of all "
                     "members; write into it, or fuse models that have one each"
                 )
-        grads = {name: t.grad for name, t in current.items() if t is not recorded[name] and isinstance(t, nn.Parameter)}
-        with torch.no_grad():
-            for name in moved:
-                target = live_rows(stacks[name], row).data
-                target.copy_(current[name].detach())
-                if (before := recorded[name]) is not current[name]:
-                    move(before, before.data.clone())
-                    if isinstance(before, nn.Parameter):
-                        untie(before)
-                move(current[name], target)
-        member.take(shared)
-        self._align(fused, [row])
-        for name, grad in grads.items():
-            current[name].grad = grad
+        replaced = [recorded[name] for name in moved if recorded[name] is not current[name]]
+        new = [t for name, t in current.items() if t is not recorded[name] and isinstance(t, nn.Parameter)]
+        grads: list[tuple[Tensor, Tensor | None]] = [(t, None if t.grad is None else t.grad.clone()) for t in new]
+        return row, {name: current[name] for name in moved}, replaced, grads
 
     def _hear_attributes(self, fused: FusedModule, calling: bool) -> None:
         """Let the array describe members by their present attributes, if programs may read those that changed.

@@ -83,7 +83,7 @@ class FusedModule(Tree):
         # The operators of members, from which programs are derived.
         self._traces: dict[Any, OperatorTrace | None] = {}
         # By the name of a method, the array whose forward it is, and the members that it was made for.
-        self._methods: dict[str, tuple[Array, FusedModule]] = {}
+        self._methods: dict[str, tuple[tuple[Array, Any], FusedModule]] = {}
         # Whether the members of another array are computed, whose own objects keep their Python state; and whether
         # by another method, which that array loops over if it cannot be captured.
         self._is_part = self._is_method = False
@@ -201,12 +201,17 @@ class FusedModule(Tree):
             described = ", ".join(sorted(names)) or "none"
             raise FusionError(f"{self._original} has no method {method} of its own that computes; it has {described}")
         # A method that is new may read attributes that nothing has read so far.
-        if why := self._split(calling=self._methods.get(method, (None,))[0] is self._array):
+        made_for, array = self._methods.get(method, ((None, None), self))
+        why = self._split(calling=made_for[0] is self._array)
+        held = (*self._array.skeletons, *(view.model for view in self._views.members.values()))
+        if not why and any(not vars(model).keys().isdisjoint((method, "forward")) for model in held):
+            why = f"members have a {method} or forward of their own"
+        if why:
             return self._untraced(run_members, self, Arguments.of(args, kwargs), why, method)
-        made_for, array = self._methods.get(method, (None, self))
-        if made_for is not self._array:
+        current = self._array, getattr(type(held[0]), method)
+        if made_for != current:
             array = array_of_method(self, method)
-            self._methods[method] = self._array, array
+            self._methods[method] = current, array
         array.training = self.training
         try:
             output = array.forward(*args, **kwargs)

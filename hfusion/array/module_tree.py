@@ -345,7 +345,7 @@ def array_of_method(fused: FusedModule, name: str) -> FusedModule:
         skeletons = tuple(map(copy.deepcopy, fused._array.skeletons))
     for skeleton in skeletons:
         kind: Any = type(skeleton)
-        skeleton.__class__ = _class_with_forward(kind, name)
+        skeleton.__class__ = _class_with_forward(kind, getattr(kind, name))
     array = type(fused).__new__(type(fused))
     nn.Module.__init__(array)
     # Share the dict objects themselves, so that both arrays see replaced tensors.
@@ -360,9 +360,8 @@ def array_of_method(fused: FusedModule, name: str) -> FusedModule:
 
 
 @functools.lru_cache(maxsize=256)
-def _class_with_forward(kind: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return a subclass of ``kind`` whose forward runs the method ``name``; inside it, forward is that of ``kind``."""
-    method: Callable[..., Any] = getattr(kind, name)
+def _class_with_forward(kind: type[nn.Module], method: Callable[..., Any]) -> type[nn.Module]:
+    """Return a subclass of ``kind`` whose forward runs ``method``; inside it, forward is that of ``kind``."""
     running = threading.local()
 
     @functools.wraps(method)

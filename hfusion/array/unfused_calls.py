@@ -223,7 +223,7 @@ class _MethodAsForward(nn.Module):
         self.member, self.name = member, name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(self.member), self.name)(self.member, *args, **kwargs)
+        return getattr(self.member, self.name)(*args, **kwargs)
 
 
 def _take_back(held: Tensor, given: Tensor, left: Tensor, version: int, is_buffer: bool) -> None:

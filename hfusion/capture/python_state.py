@@ -144,7 +144,7 @@ def identity(value: Any) -> Any:
     return IdentityRef(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _change_back(item: Any) -> Callable[[], object] | None:
+def change_back(item: Any) -> Callable[[], object] | None:
     """Return a function that restores the values of an array, or the state of a generator; None for anything else."""
     if isinstance(item, GENERATORS):
         read, write = _access(item)
@@ -208,7 +208,7 @@ def _remember(
             undo.append(functools.partial(_refill_tensor, item, item._version, item.detach().clone()))
         if isinstance(item, _ATOMS):
             return []
-        if (change := _change_back(item)) is not None:
+        if (change := change_back(item)) is not None:
             undo.append(change)
         elif isinstance(item, MUTABLE_CONTAINERS):
             undo.append(functools.partial(_refill, item, _entries(item)))

@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 
 from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, keep_marks, own_hook
+from hfusion.core.memory import lies_within
 from hfusion.torch_private.autograd_engine import (
     AccumulateGrad,
     at_end_of_backward,
@@ -355,10 +356,11 @@ class RowParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         held, kinds = self.data, [(t.shape, t.dtype, t.device, t.layout) for t in (self, value)]
-        if kinds[0] == kinds[1] and lies_in(self, *self._hfusion_row):
+        stack, row = self._hfusion_row
+        if kinds[0] == kinds[1] and lies_in(self, stack, row) and not lies_within(value, stack):
             held.copy_(value.detach())
         else:
-            # The array refuses it at its next call.
+            # The array adopts it at its next call, with what others are assigned then, or refuses it.
             move(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

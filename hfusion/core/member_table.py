@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hfusion.core.memory import lies_within
+
 # Number of blocks in the first number of rows; more blocks would waste fewer rows, and need more calls.
 BLOCKS = 8
 
@@ -83,8 +85,10 @@ _LARGE_ROW = 1 << 16
 def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tensor | None]) -> Tensor:
     """Return ``stack`` with rows ``sources``; in place if the number of rows does not change.
 
-    ``joining``: the rows that join, by index; None for zeros.
+    ``joining``: the rows that join, by index; None for zeros. They may be rows of the stack itself.
     """
+    own = {index: value for index, value in joining.items() if value is not None and lies_within(value, stack)}
+    joining = {**joining, **{index: value.detach().clone() for index, value in own.items()}}
     if len(sources) == len(stack):
         # As if all rows were read before one is written.
         changed = {row: source for row, source in enumerate(sources) if row != source and isinstance(source, int)}

@@ -34,6 +34,11 @@ def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def lies_within(tensor: Tensor, whole: Tensor) -> bool:
+    """Return whether ``tensor`` begins in the memory of ``whole``, as its rows do, whose storages are other objects."""
+    return has_address(tensor) and 0 <= tensor.data_ptr() - whole.data_ptr() < whole.nbytes
+
+
 def has_address(tensor: Tensor) -> bool:
     """Return whether the elements of ``tensor`` lie at an address of this process, where a kernel can read and write.
 

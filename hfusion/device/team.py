@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from threading import Event, Lock, Thread, local
@@ -168,6 +169,21 @@ def helped_by(team: Team | None) -> AbstractContextManager[None]:
 
 # omp_pause_soft of OpenMP 5.0: released resources are restored when needed.
 _SOFT = 1
+
+
+def as_caller(run: Callable[[], object]) -> Callable[[], object]:
+    """Return ``run`` for a new thread: with the context variables, default device and torch threads of this thread."""
+    context, device, threads = copy_context(), torch.get_default_device(), torch.get_num_threads()
+
+    def called() -> None:
+        # A new thread begins with its own number of threads, and kernels may round by it.
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        context.run(run)
+
+    return called
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 
 from hfusion.device.backend import Queue, backend
-from hfusion.device.team import release_team
+from hfusion.device.team import as_caller, release_team
 from hfusion.runtime.task_state import Move, copy_now
 from hfusion.runtime.training import Gate, Training
 from hfusion.schedule.actions import Act, Action, Section
@@ -64,7 +64,7 @@ class _Lane(Thread):
     """The thread of a lane, with its own queue on the device."""
 
     def __init__(self, name: str, device: torch.device, worker: DeviceWorker, copies: bool) -> None:
-        super().__init__(name=name)
+        super().__init__(name=name, target=as_caller(self._work))
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.task: int | None = None
         self.ended = Event()
@@ -72,7 +72,6 @@ class _Lane(Thread):
         self._worker = worker
         # Lanes that copy mostly wait, so they release their team of threads to those that compute.
         self._copies = copies
-        self._threads = torch.get_num_threads()
         self._queue = backend(device).queue(copies)
         self._in_flight: deque[_Job] = deque()
         # The thread that waits for the accelerator, since this one may be waiting for other jobs.
@@ -80,10 +79,7 @@ class _Lane(Thread):
         # The last event that was waited for, and when the device had reached it.
         self._last: tuple[torch.Event, float] | None = None
 
-    def run(self) -> None:
-        # A new thread begins with its own number of threads, and kernels may round by it.
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+    def _work(self) -> None:
         try:
             if self._reporter is not None:
                 self._reporter.start()

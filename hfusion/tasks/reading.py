@@ -15,8 +15,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from hfusion.capture.python_state import GENERATORS, change_back
 from hfusion.core.exclusive import tracing
+from hfusion.core.python_values import own_attributes
 from hfusion.device.backend import current_queue
+from hfusion.device.team import as_caller
 from hfusion.torch_private.dataloader_workers import has_workers, kept_iterator, kill_workers, may_stay, shut_down
 
 T = TypeVar("T")
@@ -71,6 +74,16 @@ def generators(loader: Any) -> list[torch.Generator]:
     return list({id(generator): generator for generator in sources if isinstance(generator, torch.Generator)}.values())
 
 
+def other_generators(loader: Any) -> Iterator[Any]:
+    """Yield the generators of numpy and Python that a loader, or a data set below it, has in its attributes."""
+    seeded = generators(loader)
+    while loader is not None:
+        held = own_attributes(loader)
+        kept = (value for value in held.values() if isinstance(value, GENERATORS))
+        yield from (value for value in kept if all(value is not other for other in seeded))
+        loader = held.get("dataset")
+
+
 def generator_states(loader: Any) -> list[Tensor]:
     """Return the states of a loader's `generators`."""
     return [generator.get_state() for generator in generators(loader)]
@@ -96,7 +109,7 @@ class Reader(Generic[T]):
         self._requests: SimpleQueue[Callable[[], T] | None] = SimpleQueue()
         # Functions that return the item, or raise the error, of a request.
         self._answers: SimpleQueue[Callable[[], T]] = SimpleQueue()
-        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread = Thread(target=as_caller(self._work), name=name, daemon=True)
         self._ended = Event()
         self._error: BaseException | None = None
         self._deadline: float | None = None
@@ -180,12 +193,13 @@ def length(loader: Iterable[Any]) -> int:
 
 @contextmanager
 def generators_kept(loader: Any) -> Iterator[None]:
-    """Context manager: restore the generators that a DataLoader and its samplers draw from."""
-    states = generator_states(loader)
+    """Context manager: restore the generators that a loader, its samplers and its data set draw from."""
+    undo = [change_back(generator) for generator in (*generators(loader), *other_generators(loader))]
     try:
         yield
     finally:
-        set_generators(loader, states)
+        for change in filter(None, undo):
+            change()
 
 
 # The position in a loader, and how another process continues from it.

@@ -24,6 +24,7 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import Ragged, is_stacked, take_entries
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
+from hfusion.core.memory import same_values
 from hfusion.core.program import Part, Program
 from hfusion.core.python_values import IdentityRef
 from hfusion.device.backend import backend
@@ -147,9 +148,9 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, non_blocking=True)
 
 
-# Checked losses, by program and kind of minibatch, and whether they may draw random numbers.
+# Checked losses, by program and kind of minibatch: whether they may draw random numbers, and whether they keep state.
 MAX_LOSSES = 256
-_draws_of_losses: dict[Any, bool] = {}
+_of_losses: dict[Any, tuple[bool, bool]] = {}
 
 
 # Returns the program for minibatches like this one, and its parts. Raises FusionError or PlanError.
@@ -215,7 +216,7 @@ class Stream:
         self._resumed: Position | None = None
         self._began: Position | None = None
         self._yielded_count = 0
-        self._stopped = False
+        self._stopped = self.keeps_state = False
         self._items = self._read()
         self._reader = Reader(self._items, f"{self.task.name} reads", lambda: end_workers(self._open))
         self._recipes: dict[Any, Recipe] = {}
@@ -291,22 +292,23 @@ class Stream:
         program = compiled.program
         loss = self.loss.state()
         key = IdentityRef(program), loss, minibatch.key, tuple(self.devices)
-        if loss is None or key not in _draws_of_losses:
-            sizes = symbol_sizes(program, minibatch.shapes)
+        if loss is None or key not in _of_losses:
+            sizes, keeps_state = symbol_sizes(program, minibatch.shapes), False
             for device in self.devices:
-                self._check_loss(program, _examples(program, sizes, device), minibatch.target)
+                keeps_state |= self._check_loss(program, _examples(program, sizes, device), minibatch.target)
                 # Wait, so that asynchronous errors of the device are raised here and not in a later unit.
                 backend(device).wait()
-            if len(_draws_of_losses) == MAX_LOSSES:
-                _draws_of_losses.clear()
-            _draws_of_losses[key] = not self.loss.programs or any(map(_draws, self.loss.programs))
+            if len(_of_losses) == MAX_LOSSES:
+                _of_losses.clear()
+            _of_losses[key] = not self.loss.programs or any(map(_draws, self.loss.programs)), keeps_state
+        draws, self.keeps_state = _of_losses[key]
         recipe = Recipe(
             parts,
             input_names(program),
             compiled.constants,
             lambda outputs, target: self._losses(program, outputs, target),
             # Members' own code may draw, too.
-            random=bool(compiled.opaque) or _draws(program) or _draws_of_losses[key],
+            random=bool(compiled.opaque) or _draws(program) or draws,
             branching=program.members if compiled.opaque else None,
         )
         self._recipes[minibatch.key] = recipe
@@ -338,8 +340,11 @@ class Stream:
                     f"is {loader_length}: give one whose length is the number of its minibatches"
                 )
 
-    def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
-        """Raise PlanError if the loss fails, or its result has no gradient. What the loss keeps is as before."""
+    def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> bool:
+        """Return whether every call changes what the loss keeps, which is as before afterwards.
+
+        Raises PlanError if the loss fails, or its result has no gradient.
+        """
         module = self.loss.module
         # `restored` puts back what functions of the user's reach. The loss may be an object, which is put back if it is
         # the default argument of such a function.
@@ -347,7 +352,14 @@ class Stream:
         held = [(tensor.detach(), tensor.detach().clone()) for _, tensor in tensors(module)]
         try:
             with torch.enable_grad(), restored(PerModel(reaching).module), restored(module):
-                losses = self._losses(program, outputs, target)
+                # A first call may fill a cache.
+                for _ in range(2):
+                    state, values = self.loss.state(), [tensor.clone() for tensor, _ in held]
+                    losses = self._losses(program, outputs, target)
+                    same = all(same_values(tensor, before) for (tensor, _), before in zip(held, values, strict=True))
+                    keeps_state = not same or self.loss.state() != state
+                    if not keeps_state:
+                        break
         except HFusionError:
             raise
         except Exception as error:
@@ -364,6 +376,7 @@ class Stream:
                 f"task {self.task.name!r}: the losses, of dtype {losses.dtype}, have no gradient, so nothing would be "
                 "trained: let the loss compute floating-point numbers from the outputs, without detach() or item()"
             )
+        return keeps_state
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         device = next(leaf.device for leaf in pytree.tree_leaves(list(outputs)) if isinstance(leaf, Tensor))

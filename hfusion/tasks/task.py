@@ -18,11 +18,13 @@ from torch.optim import lr_scheduler
 from hfusion.array.member_views import HOOKS
 from hfusion.array.module import FusedModule
 from hfusion.capture.compare_models import check_alone, check_pair
+from hfusion.capture.python_state import GENERATORS
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.membership import check_whole_stack
 from hfusion.core.patience import Patience
 from hfusion.core.step_arguments import Compile, check_compile, check_loss_function
+from hfusion.device.backend import active_autocast
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.coupling import has_hooks
 from hfusion.optim.hyper import HyperValue
@@ -30,7 +32,7 @@ from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.optimizer_rows import made_for_rows
 from hfusion.step.step_signatures import any_hooks
 from hfusion.step.train_step import check_parts
-from hfusion.tasks.reading import generators, length
+from hfusion.tasks.reading import generators, length, other_generators
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
 
@@ -319,7 +321,15 @@ _reservation_lock = Lock()
 
 
 def listed(tasks: Any) -> list[Task]:
-    """Return the tasks as a list. Raises PlanError for none, other objects, and repeated tasks or names."""
+    """Return the tasks as a list.
+
+    Raises PlanError for none, other objects, repeated tasks or names, and under autocast.
+    """
+    if active_autocast():
+        raise PlanError(
+            "tasks are trained in threads of their own, which torch.autocast around hf.train does not reach: let "
+            "forward and the loss enter it, or use hf.Population or hf.train_step"
+        )
     task_list = [tasks] if isinstance(tasks, Task) or not isinstance(tasks, Iterable) else list(tasks)
     if not task_list:
         raise PlanError("there is no task: give at least one hf.Task")
@@ -422,9 +432,11 @@ def check_loaders(arrays: Sequence[tuple[str, Task]]) -> None:
         for key, part in parts.items():
             if key not in first:
                 continue
-            generator = isinstance(part, torch.Generator)
-            conflict = "draw from one torch.Generator" if generator else "read with the workers of one DataLoader"
-            remedy = "leave it out: hf.Task(seed=...) settles the order" if generator else "persistent_workers=False"
+            conflict, remedy = "read with the workers of one DataLoader", "persistent_workers=False"
+            if isinstance(part, torch.Generator):
+                conflict, remedy = "draw from one torch.Generator", "leave it out: hf.Task(seed=...) settles the order"
+            elif isinstance(part, GENERATORS):
+                conflict, remedy = f"draw from one {type(part).__qualname__}", "draw by torch, see docs/tasks.md"
             raise PlanError(f"{first[key][0]!r} and {name!r} {conflict}: give each its own DataLoader, or {remedy}")
         # The objects are held, so that no id is reused.
         first |= {key: (name, part) for key, part in parts.items()}
@@ -433,6 +445,8 @@ def check_loaders(arrays: Sequence[tuple[str, Task]]) -> None:
 def _parts(loader: Any) -> Iterator[Any]:
     """Yield the objects that readers of a loader would share."""
     yield from generators(loader)
+    if not getattr(loader, "num_workers", 0):
+        yield from other_generators(loader)
     # Without persistent workers, each iterator of a DataLoader starts its own workers.
     if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
         yield loader

@@ -155,6 +155,13 @@ class _TrainRun:
         stream = Stream(task, task.loader, setup.members, programs, setup.first.shapes[0], *opened)
         stack.callback(stream.close)
         recipe = stream.prepare(setup.minibatch())
+        sharing = sum(one.task.loss is task.loss for one in self.arrangements)
+        if stream.keeps_state and (saves is not None or sharing > 1):
+            lost = "no save has" if saves is not None else f"{sharing} arrays change in turns that depend on timing"
+            raise PlanError(
+                f"task {task.name!r}: every call of the loss changes what it keeps, which {lost}: keep it in a buffer "
+                "of the models, let forward compute it, or use hf.Population"
+            )
         streams, parts = [stream], [part.keys for part in recipe.parts]
         held = holdings(parts, names, trained)
         if task.eval_loader is not None:
