@@ -36,7 +36,11 @@ class _HeldShard:
 
 @dataclass(eq=False)
 class _Run:
-    """State of a task. ``unit``: the unit that started last; ``evictions``: the last eviction of each shard."""
+    """State of a task.
+
+    ``unit``: the unit that started last; ``evictions``: the last eviction of each shard; ``taken``: the bytes that its
+    computations have taken and not freed.
+    """
 
     number: int
     plan: TaskPlan
@@ -44,6 +48,7 @@ class _Run:
     device: _DeviceState | None = None
     held: dict[int, _HeldShard] = field(default_factory=dict)
     evictions: dict[int, Ticket] = field(default_factory=dict)
+    taken: int = 0
 
     @property
     def size(self) -> int:
@@ -110,6 +115,11 @@ class _DeviceState:
         self.allocated += size
         self.note()
 
+    def take_unit(self, visit: _Visit) -> None:
+        """Take what the computations of a unit take."""
+        visit.run.taken += visit.actions.takes
+        self.take(visit.actions.takes)
+
     def note(self) -> None:
         self.peak = max(self.peak, self.allocated + self.reserved)
 
@@ -152,6 +162,8 @@ class Engine:
             raise PlanError("the policy gave None to every device while none ran and tasks waited: let it choose one")
         if self._dispatcher.unfinished():
             raise AssertionError(f"nothing runs, but not all has ended: {self._devices}")
+        if any(device.allocated for device in self._devices):
+            raise AssertionError(f"all has ended, but not all is free: {self._devices}")
 
     @property
     def timeline(self) -> Timeline:
@@ -188,6 +200,7 @@ class Engine:
         device.allocated -= action.frees
         if computes:
             assert visit is not None
+            run.taken -= action.frees
             del visit.tickets[ticket]
             if not visit.tickets:
                 self._leave_visit(device, visit)
@@ -200,6 +213,9 @@ class Engine:
         """Handle the end of a unit's computing: its task waits, unless it continues on this device."""
         if self._over(visit.run.number):
             self._stop(device, visit.run)
+        if self._dispatcher.next(visit.run.number) is None:
+            # A task that was stopped will not free what it has taken for the rest of its minibatch.
+            device.allocated, visit.run.taken = device.allocated - visit.run.taken, 0
         if not visit.goes_on:
             if visit.run.plan.resident and self._dispatcher.next(visit.run.number) is not None:
                 device.parked[visit.run] = None
@@ -224,7 +240,7 @@ class Engine:
         """Start the queued unit."""
         device.current, device.queued = device.queued, None
         if device.current is not None and device.current.submitted:
-            device.take(device.current.actions.takes)
+            device.take_unit(device.current)
 
     def _wake(self) -> None:
         """Let idle devices, in order, begin waiting tasks that fit."""
@@ -251,7 +267,7 @@ class Engine:
                 return
             # It can begin once its shard is loading, and the bytes it takes are free.
             if not visit.submitted and visit.load is not None and device.fits(visit.actions.takes):
-                device.take(visit.actions.takes)
+                device.take_unit(visit)
                 self._compute(device, visit)
             if visit.started or not visit.submitted or visit.load is None or not visit.load.done:
                 break
