@@ -88,9 +88,11 @@ def save(
         ...     saved = hf.save(folder, fused, opt)
     """
     keep, score = files.checked(keep, score)
+    if not isinstance(fused, FusedModule):
+        raise CheckpointError(f"hf.save takes a fused module, not {type(fused).__name__}: save a model by torch.save")
     tags = [f"member {row}" for row in range(len(fused))] if tags is None else list(tags)
-    if len(tags) != len(fused) or len(set(tags)) < len(tags):
-        raise CheckpointError(f"tags={tags}: give each of {len(fused)} members one of its own")
+    if len(tags) != len(fused) or len(set(tags)) < len(tags) or not all(isinstance(tag, str) and tag for tag in tags):
+        raise CheckpointError(f"tags={tags}: give each of {len(fused)} members a name of its own, a string")
     state = {"members": tags, **array_state(range(len(fused)), fused, optimizer, scheduler, scaler)}
     body, tensors = packed(state | run_state(loader, extra, [fused]))
     return files.write(directory, body, tensors, step=step, keep=keep, score=score)
@@ -421,7 +423,11 @@ class SaveReader:
 
     def random(self, *models: nn.Module) -> None:
         """Read the states of the random generators, except of devices that the models do not use."""
-        state: Mapping[str, Any] = self.value("random")
+        state: Mapping[str, Any] | None = self.value("random")
+        if state is None:
+            raise CheckpointError(
+                f"{self.path} was saved by hf.train, whose tasks draw numbers of their own: pass random=False"
+            )
         # Check the states on temporary generators, so that invalid ones raise before anything is written.
         torch.Generator().set_state(state["torch"])
         python_random.Random().setstate(state["python"])

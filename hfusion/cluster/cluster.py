@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from hfusion.checkpoint.files import wrap_load_errors
 from hfusion.cluster.driver import Drive, check_sendable, placed_tasks
 from hfusion.cluster.messages import Executor
 from hfusion.cluster.node import ArrayJob, ProcessExecutor
+from hfusion.core.claimed_folder import lock_folder
 from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.core.event_log import EventLog, resume_folder
 from hfusion.device.machine import Machine, parse_bytes
@@ -216,6 +218,10 @@ def train(
     if not isinstance(machine, Machine | Cluster):
         raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}, or an hf.Cluster.")
     with ExitStack() as stack:
+        if root is not None:
+            with wrap_load_errors(root):
+                root.mkdir(parents=True, exist_ok=True)
+                stack.callback(lock_folder(root, "run"))
         if isinstance(machine, Cluster):
             if plan is not None:
                 raise PlanError("plan is for one process on an hf.Machine: other processes plan by themselves")

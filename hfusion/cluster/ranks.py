@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from hfusion.core.member_table import MemberTable, pairs
+from hfusion.core.member_table import MemberTable, is_row, pairs
 from hfusion.population.members import EventKind, new_names
 from hfusion.population.population import Population
 from hfusion.population.training_group import TrainingGroup
@@ -39,6 +39,8 @@ def rows(members: int, rank: int | None = None, world: int | None = None) -> sli
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if _running():
             rank, world = dist.get_rank(), dist.get_world_size()
+    if not is_row(members):
+        raise ValueError(f"rows({members!r}): give the number of members, such as len(models)")
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"rank={rank} of world={world}: ranks are 0 to {max(world, 1) - 1}")
     if members < world:
@@ -67,8 +69,8 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
         >>> hf.gather_rows(torch.tensor([0.3, 0.1]))  # in one process
         tensor([0.3000, 0.1000])
     """
-    if not values.dim():
-        raise ValueError("gather_rows got a tensor without dims: its first dim is that of this rank's rows")
+    if not isinstance(values, Tensor) or not values.dim():
+        raise ValueError("gather_rows got no tensor, or one without dims: its first dim is that of this rank's rows")
     if not _running():
         return values
     values = values.detach()

@@ -1,4 +1,4 @@
-"""Folders that are claimed by this process until it ends, however it ends.
+"""Folders that are claimed by this process until it ends, however it ends, or locked for one run.
 
 A claim is a lock on the folder itself, so a folder is never visible without its lock for longer than `_claim` checks.
 Where folders cannot be locked (Windows, some network file systems), folders of killed processes stay.
@@ -10,9 +10,11 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from hfusion.core.errors import CheckpointError
 
 try:
     import fcntl
@@ -60,6 +62,33 @@ class ClaimedFolder:
         if self.path.exists():
             shutil.rmtree(self.path)
         self.drop()
+
+
+def lock_folder(folder: Path, run: str) -> Callable[[], None]:
+    """Lock a folder for this process, and return the function that unlocks it. ``run``: what it is locked for.
+
+    Raises CheckpointError if it is locked already.
+    """
+    handles = [] if fcntl is None else [os.open(folder, os.O_RDONLY)]
+
+    def unlock() -> None:
+        while handles:
+            os.close(handles.pop())
+
+    try:
+        for handle in handles:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        unlock()
+        raise CheckpointError(
+            f"{folder} is in use by a {run} that goes on: wait for its end, or give another folder"
+        ) from error
+    except OSError:
+        # On a file system without locks.
+        unlock()
+    # Forked children would hold the lock otherwise.
+    os.register_at_fork(after_in_child=unlock)
+    return unlock
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from hfusion.core.member_table import is_row
+
 
 def numbers(name: str, values: Tensor | Sequence[float], rows: int) -> list[float]:
     """Return a number for each row, in double precision. Raises ValueError, with ``name``, for other values."""
@@ -51,7 +53,7 @@ class Patience:
     def __init__(
         self, patience: int, *, mode: Literal["min", "max"] = "min", least: float = 0.0, restore_best: bool = False
     ) -> None:
-        if patience < 0 or mode not in ("min", "max") or not least >= 0:
+        if not is_row(patience) or patience < 0 or mode not in ("min", "max") or not least >= 0:
             raise ValueError(f"patience={patience}, mode={mode!r}, least={least}: at least 0, min or max, at least 0")
         self._patience = max(patience, 1)
         self.mode, self.least, self.restore_best = mode, least, restore_best

@@ -15,17 +15,13 @@ from functools import partial
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 from hfusion.checkpoint import files
+from hfusion.core.claimed_folder import lock_folder
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import folded, html_table
 from hfusion.tune.population_based_training import PBT
@@ -43,7 +39,7 @@ ROUND, COPIES = "hfusion:round", "hfusion:copies"
 SUGGESTED = "hfusion:suggested"
 # The name of the study in a sweep's folder, and the entries of the folder.
 STUDY = "sweep"
-_LOCK, STATE, ARRAYS, JOURNAL = "lock", "state", "arrays", "study.journal"
+STATE, ARRAYS, JOURNAL = "state", "arrays", "study.journal"
 # How many states, and saves of an array named by them, are kept.
 KEEP = 2
 
@@ -574,21 +570,7 @@ class SweepFolder:
         self.root = root
         with files.wrap_load_errors(root):
             root.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (root / _LOCK).open("a")
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self._lock.close()
-                raise CheckpointError(
-                    f"{root} is in use by a sweep that runs: wait for its end, or give another directory"
-                ) from error
-            # Forked children would hold the lock otherwise.
-            os.register_at_fork(after_in_child=self._lock.close)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._lock.close()
+            self.close = lock_folder(root, "sweep")
 
     @property
     def journal_size(self) -> int:

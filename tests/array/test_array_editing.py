@@ -67,6 +67,7 @@ CHANGES: dict[str, tuple[Callable[[hf.FusedModule, list[nn.Module]], object], li
     "put": (lambda fused, more: fused.put([3, 1], more), [0, 5, 2, 4]),
     "append": (lambda fused, more: fused.append(more), [0, 1, 2, 3, 4, 5]),
     "keep": (lambda fused, more: fused.keep([3, 0, 1]), [3, 0, 1]),
+    "exchange": (lambda fused, more: fused.put([0, 1, 2], [fused[2], fused[0], fused[1]]), [2, 0, 1]),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -204,6 +205,20 @@ def test_changes_that_do_not_fit_are_refused_until_undone(change: Any, undo: Any
         compare(fused, models)
 
 
+def test_members_exchange_modules_and_memory() -> None:
+    fused, models = pair()
+    backward(fused, models, inputs())
+    for one, other in ((fused[0], fused[1]), (models[0], models[1])):
+        one.norm, other.norm = other.norm, one.norm
+        one.fc.bias, other.fc.bias = other.fc.bias, one.fc.bias
+        one.fc.weight.data, other.fc.weight.data = other.fc.weight.data, one.fc.weight.data
+    backward(fused, models, inputs())
+    compare(fused, models)
+    fused[0].fc.bias = fused[1].fc.bias
+    with pytest.raises(hf.FusionError, match="is one tensor with one of member"):
+        fused(inputs())
+
+
 # Steps, populations, runs.
 
 
@@ -336,6 +351,10 @@ def test_attributes_that_another_method_reads_are_heard() -> None:
         for model in (fused[1], models[1]):
             model.scale = scale  # type: ignore[assignment]
         close(fused.encode(x), torch.stack([model.encode(x) for model in models]), f"encode at {scale}")
+    for name in ("encode", "forward"):
+        for model in (fused[2], models[2]):
+            setattr(model, name, types.MethodType(lambda self, x: -self.fc(x), model))
+        close(fused.encode(x), torch.stack([model.encode(x) for model in models]), f"its own {name}")
 
 
 def _clamp(model: nn.Module) -> None:

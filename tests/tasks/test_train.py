@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from itertools import product
 from typing import Any
@@ -440,3 +441,13 @@ def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(monkeypatch: 
         report = hf.train(task(module, Way(), loader), machine())["task"]
     assert "one program of" in str(report.arrays[0])
     assert_equal([report.losses, *module.state_dict().values()], stepped(array(), loader))
+
+
+def test_threads_have_the_context_of_the_caller() -> None:
+    scale, seen = ContextVar("scale", default=1.0), set[Any]()
+    hear = [lambda result: seen.add((scale.get(), torch.zeros(()).device.type))]
+    scale.set(3.0)
+    hearing = task(knotted(torch.float64), Way(adamw), batches(torch.float64), callbacks=hear)
+    with torch.device("meta"):
+        hf.train(hearing)
+    assert seen == {(3.0, "meta")}
