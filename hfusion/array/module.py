@@ -24,7 +24,7 @@ from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.module_tree import STATE, Tree, array_of_method, grow, method_names, modules_by_path
 from hfusion.array.per_model import hinting, note_call
-from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, unserved
+from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, run_transformed
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.export_context import apart
@@ -156,15 +156,14 @@ class FusedModule(Tree):
         try:
             if not compiled.found.check or RECHECKED:
                 self.check_due(compiled, arguments)
-            if in_transform() and (why := unserved(compiled)):
-                return self._transformed(compiled, arguments, why)
-            output = run(arguments.values)
+            if in_transform():
+                output = run_transformed(compiled, run, arguments, functools.partial(run_members, self, arguments))
+            else:
+                output = run(arguments.values)
         except FailedCheck as error:
             # A member raises its own error. If none does, the caller of a submodule catches it.
             return self._uncaptured(arguments, NotCaptured(str(error)))
         except Unforeseen as error:
-            if in_transform():
-                return self._transformed(compiled, arguments, str(error))
             self._compiler.distrust(self._modes(arguments), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         if compiled.modes:
@@ -231,11 +230,6 @@ class FusedModule(Tree):
         if array is not None and name in method_names(array.skeletons[0]):
             return functools.partial(self.call, name)
         return super().__getattr__(name)
-
-    def _transformed(self, compiled: Compiled, arguments: Arguments, why: str) -> Any:
-        output = run_members(self, arguments, f"inside torch.func, {why}")
-        self._leave(compiled)
-        return output
 
     def _split(self, calling: bool = False) -> str:
         """Return why members run their own code; empty if all are computed together."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.unfused_calls import active_rows, check_ragged, filled, joined_results, unserved
+from hfusion.array.unfused_calls import active_rows, check_ragged, filled, joined_results, run_transformed
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
@@ -295,7 +295,18 @@ class PerModel(PerMemberFunction):
         # In a loop over members the function issues its own warnings.
         warn_as_alone(self._function, arguments)
         program = bind(compiled, self.module)
-        return lambda call: self._looped(call) if in_transform() and unserved(compiled) else program(call.values)
+
+        def run(call: Arguments) -> Any:
+            if not in_transform():
+                return program(call.values)
+
+            def loop(why: str) -> Any:
+                calls.loops[state, call.loose_key] = why
+                return self._looped(call)
+
+            return run_transformed(compiled, program, call, loop)
+
+        return run
 
     def _looped(self, arguments: Arguments) -> Any:
         """Call the function member by member, and stack the results."""

@@ -6,7 +6,7 @@ arguments, with batches of different sizes that cannot be padded, and some insid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -52,15 +52,29 @@ def unserved(compiled: Compiled) -> str:
     if compiled.opaque:
         call = compiled.opaque[0]
         return f"{call.path or 'forward'} runs member by member: {call.why}"
-    if in_vmap() and compiled.checks:
-        return f"{compiled.checks[0]} checks values, of which torch.vmap knows none"
     if in_forward_mode() and compiled.graph.find_nodes(op="call_function", target=aten.detach.default):
         return "forward-mode derivatives flow through torch.no_grad(), where a graph cuts off gradients of both modes"
+    # What the derivative needs is refused after the call, in the backward.
+    if derivative_order() > 0 and compiled.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        return "torch.vmap has no rule for the derivative of slice_scatter"
     attention = compiled.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     again = in_forward_mode() or derivative_order() > 1 or in_vmap()
     if again and any(node.args[0].meta["val"].dim() < 4 for node in attention):
         return "torch batches attention of three dims, and takes its second derivative, but not that of a stack of such"
     return ""
+
+
+def run_transformed(
+    compiled: Compiled, run: Callable[[list[Any]], Any], arguments: Arguments, loop: Callable[[str], Any]
+) -> Any:
+    """Run a program inside transforms of torch.func; where they refuse it, call ``loop`` with the reason."""
+    why = unserved(compiled)
+    if not why:
+        try:
+            return run(arguments.values)
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return loop(f"inside torch.func, {why}")
 
 
 def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -238,7 +252,7 @@ def _take_back(held: Tensor, given: Tensor, left: Tensor, version: int, is_buffe
             increment_version(held)
         # What forward has set on it is the member's.
         keep_marks(held, left)
-        if left.is_leaf:
+        if left.is_leaf and left.requires_grad != held.requires_grad:
             held.requires_grad_(left.requires_grad)
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec
 from hfusion.capture.attribute_fingerprint import differing_attributes
 from hfusion.capture.capture_member import Member, VaryingSizes, alike, capture_member, module_path
 from hfusion.capture.fallback_runtime import RULES as OPAQUE_RULES
-from hfusion.capture.fallback_runtime import OpaqueCall, Unforeseen, bind_fallbacks
+from hfusion.capture.fallback_runtime import OpaqueCall, bind_fallbacks
 from hfusion.capture.hooks import WHOLE, Island
 from hfusion.capture.registered_tensors import holder_of
 from hfusion.compiler.arguments import Arguments
@@ -41,7 +41,8 @@ from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import RULES as EXPECT_RULES
-from hfusion.passes.side_effects import FailedCheck, expectations, written_slots
+from hfusion.passes.side_effects import expectations, written_slots
+from hfusion.torch_private.dispatch_modes import in_transform
 
 RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES)
 
@@ -429,25 +430,26 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
         run = watched(run)
     single = spec.is_leaf()
     # Submodules that loop are expected to do what their recorded calls did.
-    if compiled.checks or not all(call.is_whole for call in compiled.opaque):
-        run = _undone(run, compiled)
+    may_fail = bool(compiled.checks) or not all(call.is_whole for call in compiled.opaque)
+    undone = _undone(run, compiled)
 
     def call(inputs: list[Any]) -> Any:
-        outputs = run(*[holder[name] for holder, name in locations], *inputs)
+        values = [holder[name] for holder, name in locations]
+        outputs = (undone if may_fail or in_transform() else run)(*values, *inputs)
         return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
 
     return call
 
 
 def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
-    """Return ``run`` with written tensors restored if results were inferred wrongly, or if a check fails."""
+    """Return ``run`` with written tensors restored if it fails, as by a check, so that the members can run instead."""
     written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
 
     def call(*values: Any) -> Any:
         snapshots = [(values[k].detach(), values[k].detach().clone()) for k in written]
         try:
             return run(*values)
-        except (Unforeseen, FailedCheck):
+        except Exception:
             for tensor, saved in snapshots:
                 tensor.copy_(saved)
             raise

@@ -43,12 +43,24 @@ class Gated(nn.Module):
         return self.outer((hidden / (1 + size)).tanh())
 
 
+class Column(nn.Linear):
+    """Counts its calls, and writes into a column, which torch.vmap refuses if the tensor is a stack."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "calls"):
+            self.calls += 1
+        y = super().forward(x).clone()
+        y[:, 0] = 1
+        return y
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": lambda: nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2)),
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(-1, (2, 4)), nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2)
     ),
     "without gradients": Gated,
+    "refused": lambda: nn.Sequential(nn.Unflatten(-1, (1, 2, 4)), nn.Conv2d(1, 3, 2), nn.Flatten(), Column(9, 2)),
     "looped": lambda: nn.Sequential(nn.Linear(8, 4), Branch(4, 4), nn.Linear(4, 2)),
 }
 
@@ -120,13 +132,34 @@ def normed(y: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(y / size, target)
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, normed])
+def in_columns(y: Tensor, target: Tensor) -> Tensor:
+    y = y.clone()
+    y[:, 0] = 1
+    return F.mse_loss(y, target)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, normed, in_columns])
 def test_a_loss_inside_a_transform(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
     array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
     target = torch.randn(3, 2, dtype=torch.float64)
     fused_loss = hf.per_model(loss)
-    outputs = jvp(lambda x: fused_loss(array(x), target), (x,), (x.cos(),))
-    rows = [jvp(lambda x, m=member: loss(m(x), target), (x,), (x.cos(),)) for member in members]
-    for actual, expected in zip(outputs, zip(*rows, strict=True), strict=True):
-        torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-12)
+    transforms: list[Any] = [
+        lambda f: jvp(f, (x,), (x.cos(),)),
+        lambda f: [vmap(f, out_dims=-1)(torch.stack([x, x.cos()]))],
+    ]
+    for transform in transforms:
+        outputs = transform(lambda x: fused_loss(array(x), target))
+        rows = [transform(lambda x, m=member: loss(m(x), target)) for member in members]
+        for actual, expected in zip(outputs, zip(*rows, strict=True), strict=True):
+            torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-12)
+    assert ("inside torch.func" in str(fused_loss.report())) == (loss is in_columns)
+
+
+def test_what_a_program_wrote_before_torch_refused_it_is_undone() -> None:
+    for member in (counting := [Column(8, 2) for _ in range(MEMBERS)]):
+        member.register_buffer("calls", torch.zeros(()))
+    array = hf.fuse(counting)
+    vmap(array)(torch.randn(2, 3, 8))
+    assert array.calls.tolist() == [1, 1]
+    assert "inside torch.func" in str(array.report())
