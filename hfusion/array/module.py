@@ -24,7 +24,7 @@ from hfusion.array.gathered_rows import slice_of
 from hfusion.array.member_views import Views, check_together, differing_members, evaluating, own_modes, unfused
 from hfusion.array.module_tree import STATE, Tree, array_of_method, grow, method_names, modules_by_path
 from hfusion.array.per_model import hinting, note_call
-from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, run_transformed
+from hfusion.array.unfused_calls import plain_stacks, run_members, run_ragged, run_transformed, untraced
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.export_context import apart
@@ -195,6 +195,8 @@ class FusedModule(Tree):
         """
         if method == "forward":
             return self(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced(self.call, method, *args, **kwargs)
         names = method_names(self._array.skeletons[0])
         if method not in names:
             described = ", ".join(sorted(names)) or "none"
@@ -206,7 +208,7 @@ class FusedModule(Tree):
         if not why and any(not vars(model).keys().isdisjoint((method, "forward")) for model in held):
             why = f"members have a {method} or forward of their own"
         if why:
-            return self._untraced(run_members, self, Arguments.of(args, kwargs), why, method)
+            return run_members(self, Arguments.of(args, kwargs), why, method)
         current = self._array, getattr(type(held[0]), method)
         if made_for != current:
             array = array_of_method(self, method)
@@ -215,7 +217,7 @@ class FusedModule(Tree):
         try:
             output = array.forward(*args, **kwargs)
         except NotCaptured as error:
-            return self._untraced(run_members, self, Arguments.of(args, kwargs), str(error), method)
+            return run_members(self, Arguments.of(args, kwargs), str(error), method)
         self.training = array.training
         return output
 
@@ -398,6 +400,8 @@ class FusedModule(Tree):
             TypeError: neither an integer nor a slice.
             ValueError: a slice with another step than 1.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced(self.__getitem__, index)
         if isinstance(index, slice):
             return slice_of(self, index)
         members, index = len(self), operator.index(index)
@@ -606,7 +610,10 @@ def _child(module: Any, name: str) -> Any:
 
 
 def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
-    """Return a function that Dynamo treats as constant: it returns the name of the program in ``owner``."""
+    """Return a function that Dynamo treats as constant: it returns the name of the program in ``owner``.
+
+    The name is empty if no graph of Dynamo can contain the call: a program runs members, or finding one fails.
+    """
     names: dict[int, str] = {}
 
     def find_program_name(signature: Any, *args: Any, **kwargs: Any) -> str:
@@ -616,7 +623,12 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
         named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}
         # Hide the trace: assumptions made during capture must not become its guards.
         with outside_trace():
-            compiled = find(Arguments.of(tuple(plain), named))
+            try:
+                compiled = find(Arguments.of(tuple(plain), named))
+            except Exception:
+                return ""
+        if compiled.opaque:
+            return ""
         if id(compiled) not in names:
             name = names[id(compiled)] = f"_inlined_{len(names)}"
             object.__setattr__(owner, name, Inlined(compiled))
@@ -626,13 +638,8 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
     return marked
 
 
-def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function outside of the trace that Dynamo makes."""
-    return function(*args, **kwargs)
-
-
 def inline(
-    owner: nn.Module, find_name: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    owner: FusedModule, find_name: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the result of a call of ``owner`` in a form that Dynamo traces."""
     positions = tuple([k for k, value in enumerate(args) if isinstance(value, StackedInput)])
@@ -642,7 +649,10 @@ def inline(
     sizes = tuple(
         [tuple([operator.index(n) for n in v.shape]) for v in (*plain, *named.values()) if isinstance(v, Tensor)]
     )
-    program = getattr(owner, find_name((positions, keys, pattern, sizes), *plain, **named))
+    name = find_name((positions, keys, pattern, sizes), *plain, **named)
+    if not name:
+        return owner._untraced(owner.forward, *args, **kwargs)
+    program = getattr(owner, name)
     leaves, _ = pytree.tree_flatten((tuple(plain), named))
     return program(owner, leaves)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.unfused_calls import active_rows, check_ragged, filled, joined_results, run_transformed
+from hfusion.array.unfused_calls import active_rows, check_ragged, filled, joined_results, run_transformed, untraced
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
@@ -215,6 +215,7 @@ class PerModel(PerMemberFunction):
         self._programs, self._own_programs = programs, FunctionPrograms()
         self._last_programs: FunctionPrograms | None = programs
         self._calls: WeakKeyDictionary[FunctionPrograms, _Calls] = WeakKeyDictionary()
+        self._untraced = torch.compiler.disable(untraced)
 
     def __repr__(self) -> str:
         return f"per_model({self._name})"
@@ -224,6 +225,8 @@ class PerModel(PerMemberFunction):
         return PerModel, (self._function,)
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced(self.__call__, outputs, *args, **kwargs)
         arguments, state = Arguments.of((_all_stacked(outputs), *args), kwargs), self.state()
         if arguments.ragged:
             check_ragged(_members(arguments), arguments)

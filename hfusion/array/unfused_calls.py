@@ -77,6 +77,11 @@ def run_transformed(
     return loop(f"inside torch.func, {why}")
 
 
+def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function outside of the trace that Dynamo makes."""
+    return function(*args, **kwargs)
+
+
 def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of an array by key, also while `torch.func.functional_call` has put others in their place.
 

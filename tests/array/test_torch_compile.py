@@ -87,6 +87,37 @@ def test_a_member_that_changes_after_a_trace_is_seen() -> None:
     assert_same(array, eager, run(compiled, x), run(eager, x))
 
 
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return nn.Linear.forward(self, x) * self.calls
+
+
+Counting = type("Counting", (nn.Linear,), {"forward": counting, "encode": lambda self, x: self(x).tanh()})
+BREAKING: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Any]]] = {
+    "a loss": (mlp, lambda array, x: hf.per_model(nn.functional.mse_loss)(array(x), x[:, :3])),
+    "a method": (lambda: Counting(4, 3), lambda array, x: array.encode(x)),
+    "a branch": (lambda: nn.Sequential(nn.Linear(4, 4), Branch(4, 3)), lambda array, x: array(x)),
+    "a counter": (lambda: Counting(4, 3), lambda array, x: array(x)),
+    "a member": (mlp, lambda array, x: array[1](x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Of torch, which asks for it where a graph breaks.
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(("make", "call"), BREAKING.values(), ids=BREAKING)
+def test_what_breaks_a_graph_computes_the_same(make: Any, call: Callable[[Any, Tensor], Any], called: bool) -> None:
+    array, eager = pair(make)
+    x = normal(4, 4)
+    if called:
+        call(array, x), call(eager, x)
+    compiled = torch.compile(call, backend="eager")
+    for _ in range(2):
+        torch.manual_seed(1)
+        outputs = compiled(array, x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(outputs, call(eager, x), rtol=1e-9, atol=1e-12)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (4,)),
     "cnn": (cnn, (2, 4, 4)),
