@@ -115,12 +115,14 @@ class Arguments:
 
     @property
     def obstacle(self) -> str:
-        """Why no program takes the arguments: one is sparse, or members have different values; empty if one does."""
+        """Why no program takes the arguments, such as a sparse tensor or a function; empty if one does."""
         for leaf in self.values:
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
                 return f"an argument is a tensor of layout {leaf.layout}, which no program takes; give to_dense()"
             if isinstance(leaf, Listed):
                 return f"members have different values in an argument, {leaf[0]!r} and others, and no tensor of them"
+            if isinstance(leaf, (complex, bytes, *_NAMES)):
+                return f"an argument is {leaf!r}, and torch.export takes no {type(leaf).__name__}"
         return ""
 
     @property

@@ -63,9 +63,10 @@ def _stack_rows(rows: list[Any]) -> Any:
 
 def _stack_leaf(leaves: tuple[Any, ...]) -> Any:
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        if all(leaf == leaves[0] for leaf in leaves):
+        if not any(isinstance(leaf, Tensor) for leaf in leaves) and all(leaf == leaves[0] for leaf in leaves):
             return leaves[0]
-        raise ValueError(f"hf.stacked got {leaves}; only tensors may differ between members")
+        kinds = ", ".join("a tensor" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        raise ValueError(f"hf.stacked got {kinds}; only tensors may differ between members. Give a tensor for each")
     if len({(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves}) == 1:
         return StackedInput(torch.stack(leaves))
     if len({(leaf.dim(), leaf.dtype, leaf.device) for leaf in leaves}) > 1:

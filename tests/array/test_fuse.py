@@ -289,6 +289,15 @@ def test_a_class_without_forward() -> None:
     assert_as_alone(array, members, lambda m: m.encode(x))
 
 
+@pytest.mark.parametrize("argument", [2 + 1j, torch.float32, torch.device("cpu"), torch.tanh, nn.Linear])
+def test_arguments_that_torch_exports_not(argument: object) -> None:
+    used = type("Used", (nn.Linear,), {"forward": lambda self, x, kind: nn.Linear.forward(self, x) * len(str(kind))})
+    members, x = [used(4, 3) for _ in range(2)], torch.ones(2, 4)
+    array = hf.fuse(members)
+    assert_as_alone(array, members, lambda m: m(x, argument))
+    assert "an argument is" in str(array.report())
+
+
 # Tensors that some members share, and members that are saved by themselves.
 
 
