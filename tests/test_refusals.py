@@ -335,6 +335,7 @@ META = {
 }
 
 VALUES = {
+    "hf.fuse([mlp()], verify='no')": "verify must be True or False, got 'no'",
     "unlike().hparams['lr'].__setitem__(0, 'a')": "lr='a' is not a number",
     "hf.build(mlp, [0, 1.5])": "seeds has 1.5: give whole numbers",
     "hf.build(mlp, ['a'])": "seeds has 'a': give whole numbers",
@@ -347,6 +348,8 @@ VALUES = {
     "hf.stacked([])": "hf.stacked got an empty list",
     "hf.stacked([normal(2, 2), normal(2)])": "numbers of dims|only sizes may differ",
     "hf.stacked([{'a': 1}, {'a': 2}])": "only tensors may differ between members",
+    "hf.each(lambda p, g: p['0.weight'].unsqueeze_(0).dim() > 3 or None)(fused)": "changes the shape of a tensor",
+    "hf.stacked([normal(2), None, 3])": "got a tensor, None, 3; only tensors may differ between members",
     "hf.stacked([{'a': normal(2)}, normal(2)])": "different structures",
     "hf.stacked([torch.zeros(3, 2), torch.zeros(5)])": "only sizes may differ",
     "hf.stacked([torch.zeros(3), torch.zeros(5, dtype=torch.int64)])": "only sizes may differ",

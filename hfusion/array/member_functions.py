@@ -188,6 +188,10 @@ class MemberFunction:
                 "once for each member or once for all: pass it as a further argument, hf.stacked([B, ...]) where it is "
                 "each member's own"
             )
+        if any(values.shape[1:] != stack.shape[1:] for stack, values in zip(_stacks(call), _stacks(part), strict=True)):
+            raise ValueError(
+                f"{self._name} changes the shape of a tensor in place, in hf.each: put another in its place"
+            )
         if len(rows) > 1:
             self._loops[key] = why or ""
         for stack, values, version in zip(_stacks(call), _stacks(part), versions, strict=True):

@@ -538,9 +538,12 @@ def check_together(fused: FusedModule, feature: str) -> None:
     """Raise FusionError if members run their own code, so that ``feature`` cannot hold them."""
     split = fused._split()
     if split:
+        needs = "of equal modes and flags without hooks: call train() or eval() of the array, and remove the hooks"
+        if fused._views._changing:
+            needs = "whose attributes keep their values"
         raise FusionError(
-            f"members of a fused {fused._original} cannot be computed together: {split}. {feature} needs members "
-            "of equal modes and flags without hooks: call train() or eval() of the array, and remove the hooks"
+            f"members of a fused {fused._original} cannot be computed together: {split}. {feature} needs "
+            f"members {needs}"
         )
 
 

@@ -60,6 +60,8 @@ class FusedModule(Tree):
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
+        if not isinstance(array.verify, bool):
+            raise ValueError(f"verify must be True or False, got {array.verify!r}")
         super().__init__(type(array.skeletons[0]).__name__)
         self._array = array
         grow(self, array.skeletons, stacks)
