@@ -403,7 +403,8 @@ class FusedModule(Tree):
             ValueError: a slice with another step than 1.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self._untraced(self.__getitem__, index)
+            member: nn.Module = self._untraced(self.__getitem__, index)
+            return member
         if isinstance(index, slice):
             return slice_of(self, index)
         members, index = len(self), operator.index(index)
