@@ -284,8 +284,10 @@ class MemberWorkers:
             return
         if self._computing:
             self._collect()
-        for worker, members in self._workers.items():
-            for group, state in zip(members, worker.ask(None), strict=True):
+        # All answer before any state is put away: after an error, the same is asked again.
+        answers = [worker.ask(None) for worker in self._workers]
+        for members, states in zip(self._workers.values(), answers, strict=True):
+            for group, state in zip(members, states, strict=True):
                 _put_away_state(group, *state)
         self._workers = {}
         self._finalizer()
@@ -302,7 +304,7 @@ def _may_leave(group: TrainingGroup) -> bool:
     if any(tensor.device.type != "cpu" for _, tensor in tensors(group.fused)):
         return False
     try:
-        _unpacked_attributes(_packed_attributes(group.fused), group.fused)
+        _unpacked_modules(_packed_modules(_parts(group.fused)), _parts(group.fused))
     except Exception:
         return False
     return True
@@ -312,17 +314,17 @@ def _may_leave(group: TrainingGroup) -> bool:
 
 
 def _serve(members: Sequence[TrainingGroup], _: Parent) -> Callable[[Any], Any]:
-    return partial(_answer, members)
+    return partial(_answer, members, [_parts(group.fused) for group in members])
 
 
-def _answer(members: Sequence[TrainingGroup], request: StepRequest | None) -> Any:
-    """Step the members of a worker; for None, return their states.
+def _answer(members: Sequence[TrainingGroup], parts: Sequence[ModelParts], request: StepRequest | None) -> Any:
+    """Step the members of a worker; for None, return their states. ``parts``: of their models at the fork.
 
     The answer to a step: losses of groups, whether there were updates, new events, whether random numbers were drawn,
     and the error if any.
     """
     if request is None:
-        return list(map(_state_to_send, members))
+        return list(map(_state_to_send, members, parts))
     history = members[0].table.history
     before, losses, failure = len(history.events), list[tuple[float, torch.dtype]](), None
     draws, history.updated = GroupDraws(_CPU), False
@@ -339,39 +341,60 @@ def _answer(members: Sequence[TrainingGroup], request: StepRequest | None) -> An
     return losses, history.updated, history.events[before:], draws.has_drawn, failure
 
 
-def _state_to_send(group: TrainingGroup) -> tuple[dict[str, MemberTable], dict[str, Tensor], bytes]:
-    """Return what steps change of a member: its tables, its tensors and its Python attributes."""
+ModelParts = tuple[dict[str, Tensor], dict[str, nn.Module]]
+"""The tensors of a model and its modules, by name. A fork and its parent have the same names for them."""
+
+# What forward may change of a module besides its own attributes. Parameters stay, since an optimizer has them.
+_OF_MODULES = ("training", "_buffers", "_non_persistent_buffers_set", "_modules")
+
+
+def _parts(model: nn.Module) -> ModelParts:
+    return dict(tensors(model)), dict(model.named_modules())
+
+
+def _state_to_send(group: TrainingGroup, parts: ModelParts) -> tuple[dict[str, MemberTable], list[Any], bytes]:
+    """Return what steps change of a member: its tables, the tensors that the parent has, too, and all else."""
     tables = {name: table.to("cpu") for name, table in group.tables().items() if name not in ("best", "schedule")}
-    return tables, {name: tensor.detach() for name, tensor in tensors(group.fused)}, _packed_attributes(group.fused)
+    return tables, [(tensor.detach(), tensor.requires_grad) for tensor in parts[0].values()], _packed_modules(parts)
 
 
 def _put_away_state(
-    group: TrainingGroup, tables: dict[str, MemberTable], held: dict[str, Tensor], attributes: bytes
+    group: TrainingGroup, tables: dict[str, MemberTable], held: Sequence[tuple[Tensor, bool]], packed: bytes
 ) -> None:
     """Write the state of a member that comes back from a worker."""
-    model = group.fused
+    parts = _parts(group.fused)
     with torch.no_grad():
-        for name, tensor in tensors(model):
-            tensor.copy_(held[name])
-    for path, values in _unpacked_attributes(attributes, model).items():
-        vars(model.get_submodule(path)).update(values)
+        for tensor, (value, trains) in zip(parts[0].values(), held, strict=True):
+            if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                tensor.copy_(value)
+            else:
+                tensor.data = value
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(trains)
+    for path, values in _unpacked_modules(packed, parts).items():
+        module = parts[1][path]
+        for name in dict(python_attributes(module)).keys() - values.keys():
+            del vars(module)[name]
+        vars(module).update(values)
     group.drop_gradients()
     put_member_state(group, 0, tables)
 
 
-def _packed_attributes(model: nn.Module) -> bytes:
-    """Pickle the Python attributes of a model by path. Its modules and tensors in them are replaced by their names."""
-    names: dict[int, tuple[str, str]] = {id(tensor): ("tensor", name) for name, tensor in tensors(model)}
-    names |= {id(module): ("module", path) for path, module in model.named_modules()}
+def _packed_modules(parts: ModelParts) -> bytes:
+    """Pickle what forward may change of the modules, by path. In it, ``parts`` are replaced by their names."""
+    names = {id(tensor): (0, name) for name, tensor in parts[0].items()}
+    names |= {id(module): (1, path) for path, module in parts[1].items()}
+    values = {path: dict(python_attributes(module)) for path, module in parts[1].items()}
+    for path, of_module in values.items():
+        of_module.update({name: vars(parts[1][path])[name] for name in _OF_MODULES})
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
     pickler.persistent_id = lambda value: names.get(id(value))  # type: ignore[method-assign]
-    pickler.dump({path: dict(python_attributes(module)) for path, module in model.named_modules()})
+    pickler.dump(values)
     return file.getvalue()
 
 
-def _unpacked_attributes(data: bytes, model: nn.Module) -> dict[str, dict[str, Any]]:
-    parts = {"tensor": dict(tensors(model)), "module": dict(model.named_modules())}
+def _unpacked_modules(data: bytes, parts: ModelParts) -> dict[str, dict[str, Any]]:
     unpickler = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = lambda key: parts[key[0]][key[1]]  # type: ignore[method-assign]
     values: dict[str, dict[str, Any]] = unpickler.load()

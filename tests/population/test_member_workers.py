@@ -47,6 +47,27 @@ class Dense(nn.Module):
         return y * (1 + 0.1 * (self.calls % 2))
 
 
+class Changing(Dense):
+    """Replaces buffers, one of them twice, and freezes and adds modules."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.mean: Tensor | None
+        self.register_buffer("mean", None)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = x.detach()[: self.calls]
+        if self.calls == 5:
+            self.mean, self.act, self.norm.training = x.mean(0), nn.Tanh(), False
+            self.kept = self.mean
+            self.first.weight.requires_grad_(False)
+        if self.mean is not None and self.kept is self.mean:
+            y = self.act(y) * self.mean.mul_(0.9).sum()
+        return y
+
+
 class Failing(Dense):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -57,7 +78,7 @@ class Failing(Dense):
 
 def population(processes: int, steps: int = 0, **options: Any) -> hf.Population:
     torch.manual_seed(0)
-    members: list[nn.Module] = [Dense(5), Dense(7), Failing(3), nn.Linear(4, 3), Dense(6), Dense(8)]
+    members: list[nn.Module] = [Dense(5), Dense(7), Failing(3), nn.Linear(4, 3), Dense(6), Changing(8)]
     options = {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.01), "clip_norm": 0.5, **options}
     pop = hf.Population(members, loss=F.cross_entropy, processes=processes, **options)
     torch.manual_seed(1)
