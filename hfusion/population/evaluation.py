@@ -231,6 +231,8 @@ def with_row(value: Any) -> Any:
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+# Their mean is over the weights that they take for all elements.
+_OF_ELEMENTS = (F.mse_loss, F.l1_loss)
 
 
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,6 +321,8 @@ def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
         counts = torch.ones_like(losses)
         if of_classes:
             counts = _class_counts(losses, expected, given["weight"], given["ignore_index"])
+        if any(function is weighing for weighing in _OF_ELEMENTS) and given["weight"] is not None:
+            counts = given["weight"]
         if reduction == "batchmean":
             counts = counts / counts[0].numel()
         return total / (counts * share).sum()

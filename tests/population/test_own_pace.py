@@ -195,13 +195,17 @@ def test_members_age_by_their_own_updates_and_a_bad_one_keeps_its_statistics() -
     assert not torch.equal(means[1], before[1])
 
 
-def test_a_removed_sample_spoils_nothing() -> None:
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss])
+def test_a_removed_sample_spoils_nothing(loss: Any) -> None:
+    """Also of a loss with weights of elements, of which it takes the mean."""
     torch.manual_seed(0)
-    pop = eager([nn.Linear(4, 3).double() for _ in range(2)], loss=F.mse_loss)
+    elements, models = torch.rand(4, 3, dtype=DOUBLE), [nn.Linear(4, 3).double() for _ in range(2)]
+    pop = eager([*models], loss=partial(loss, weight=elements))
     x, y = torch.randn(4, 4, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
     y[1] = torch.nan
     losses = pop.step(x, y, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
-    assert bool(losses.isfinite().all())
+    alone = [loss(model(x[[0, 2, 3]]), y[[0, 2, 3]], weight=elements[[0, 2, 3]]) for model in models]
+    torch.testing.assert_close(losses, torch.stack(alone).detach())
     assert not pop.frozen
 
 
