@@ -392,6 +392,7 @@ VALUES = {
     "hf.rows(4, 1)": "give rank and world both, or neither",
     "list(hf.zip_loaders([LOADER], epochs=[1, 2]))": "epochs has 2 values for 1 loaders",
     "list(hf.zip_loaders([LOADER], rows=[]))": "rows has 0 values for 1 loaders",
+    "list(hf.zip_loaders([LOADER] * 2, rows=[1, 1]))": "row 1 comes 2 times",
     "list(hf.zip_loaders([LOADER], epochs=-1))": "epochs=-1",
     "list(hf.zip_loaders([LOADER, 3]))": "the loader of row 1 is 3: give minibatches",
     "list(hf.zip_loaders([[]]))": "the loader of row 0 gave no batch in epoch 0",

@@ -23,7 +23,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.calls import entry_counts, stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer, NonFiniteError
 from hfusion.core.fingerprint import SETTINGS
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, check_once
 from hfusion.device.backend import active_autocast, backend
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import Failure, Parent, WorkerProcess, close_workers, why_no_fork
@@ -419,7 +419,8 @@ def zip_loaders(
         rows: the row of each loader's member; by default 0, 1, ...
 
     Raises:
-        ValueError: epochs or rows differ in number from loaders, a loader has no batch, or a batch is not a pair.
+        ValueError: epochs or rows differ in number from loaders, a row comes twice, a loader has no batch, or a batch
+            is not a pair.
 
     Example:
         >>> import torch
@@ -432,6 +433,7 @@ def zip_loaders(
     for name, values in (("epochs", counts), ("rows", numbers)):
         if len(values) != len(loaders):
             raise ValueError(f"{name} has {len(values)} values for {len(loaders)} loaders: give one for each")
+    check_once(numbers)
     if wrong := [count for count in counts if count < 0]:
         raise ValueError(f"epochs={wrong[0]}: a loader is gone through 0 times or more")
     return _rounds(loaders, counts, numbers)
