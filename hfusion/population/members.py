@@ -322,33 +322,39 @@ class Models(Sequence[nn.Module | None]):
         return None if slot is None else slot[0].member(slot[1])
 
 
+Parts = Sequence[tuple[dict[int, int], MemberVector, str]]
+"""Vectors, with the entry of each row that they hold; and the error message of writes, if the param groups were given
+values of their own."""
+
+
 @dataclass(frozen=True, eq=False)
 class RowVector:
     """A hyper-parameter of all members, ``[rows]``, to read and to write; NaN where no member has it.
 
     It is held in several vectors, of param groups and of groups of members. Where several hold a row, reading gives
-    what they agree on, and writing writes to all.
+    what they agree on, and writing writes to all. They are looked up at each use, so that members may move.
 
     Attributes:
+        index: its place in a pair, or 0.
         label: its name in errors.
-        size: the number of rows.
-        parts: the vectors, with the entry of each row that they hold; and the error message of writes, if the param
-            groups were given values of their own.
-        live: the rows that have members.
     """
 
+    population: Population
+    key: str
+    index: int
     label: str
-    size: int
-    parts: Sequence[tuple[dict[int, int], MemberVector, str]]
-    live: Collection[int]
+
+    @property
+    def parts(self) -> Parts:
+        return self.population.hparams.parts(self.key)[self.index]
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.population)
 
     def __getitem__(self, rows: Any) -> Tensor:
         """Raises ValueError where the param groups differ."""
-        values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
-        differs = torch.zeros(self.size, dtype=torch.bool, device="cpu")
+        values = torch.full((len(self),), float("nan"), dtype=torch.float64, device="cpu")
+        differs = torch.zeros(len(self), dtype=torch.bool, device="cpu")
         for places, vector, _ in self.parts:
             taken, found = list(places), plain(vector)[list(places.values())]
             differs[taken] |= ~values[taken].isnan() & (values[taken] != found)
@@ -361,15 +367,15 @@ class RowVector:
 
     def __setitem__(self, rows: Any, value: Any) -> None:
         """Raises ValueError for a row whose member has no such hyper-parameter, or has its own in each param group."""
-        values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
+        values, parts = torch.full((len(self),), float("nan"), dtype=torch.float64, device="cpu"), self.parts
         values[rows] = as_numbers(self.label, value)
-        chosen = set(torch.arange(self.size, device="cpu")[rows].reshape(-1).tolist())
-        lacking = chosen.intersection(self.live).difference(*(places for places, _, _ in self.parts))
+        chosen = set(torch.arange(len(self), device="cpu")[rows].reshape(-1).tolist())
+        lacking = chosen.intersection(self.population._layout.live).difference(*(places for places, _, _ in parts))
         if lacking:
             raise ValueError(f"the optimizer of the member in row {min(lacking)} has no {self.label}")
-        if refusals := [why for places, _, why in self.parts if why and chosen & places.keys()]:
+        if refusals := [why for places, _, why in parts if why and chosen & places.keys()]:
             raise ValueError(refusals[0])
-        for places, vector, _ in self.parts:
+        for places, vector, _ in parts:
             taken = [row for row in places if row in chosen]
             vector[[places[row] for row in taken]] = values[taken]
 
@@ -379,7 +385,7 @@ class RowVector:
 
     def __repr__(self) -> str:
         parts = [{row: float(vector[entry]) for row, entry in places.items()} for places, vector, _ in self.parts]
-        return f"{self.label} of {self.size} rows, in {len(parts)} vectors: {parts}"
+        return f"{self.label} of {len(self)} rows, in {len(parts)} vectors: {parts}"
 
 
 class Hparams(MutableMapping[str, Any]):
@@ -393,9 +399,9 @@ class Hparams(MutableMapping[str, Any]):
     def __init__(self, population: Population) -> None:
         self._population = population
 
-    def __getitem__(self, key: str) -> Any:
+    def parts(self, key: str) -> dict[int, Parts]:
+        """Return the vectors that hold each number of the hyper-parameter, of which betas have two."""
         population = self._population
-        # For each number of the hyper-parameter, of which betas have two: the vectors that hold it.
         parts: dict[int, list[tuple[dict[int, int], MemberVector, str]]] = {}
         for group in population._groups:
             optimizer, rows = group.optimizer, group.rows if population._parted else range(len(group))
@@ -409,10 +415,12 @@ class Hparams(MutableMapping[str, Any]):
         if not parts:
             kinds = " and ".join(dict.fromkeys(type(group.optimizer).__name__ for group in population._groups))
             raise KeyError(f"{key!r} is no hyper-parameter of {kinds}; it has {list(self)}")
-        vectors: list[Any] = []
+        return {**parts}
+
+    def __getitem__(self, key: str) -> Any:
+        population, parts, vectors = self._population, self.parts(key), list[Any]()
         for index, of_index in parts.items():
-            label = key if len(parts) == 1 else f"{key}[{index}]"
-            joined = RowVector(label, len(population), of_index, population._layout.live)
+            joined = RowVector(population, key, index, key if len(parts) == 1 else f"{key}[{index}]")
             vectors.append(joined if population._parted or len(of_index) > 1 else of_index[0][1])
         return vectors[0] if len(vectors) == 1 else tuple(vectors)
 
@@ -588,8 +596,12 @@ class GroupOptions:
 
 
 def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:
-    """Return the value for one of ``count`` joining members, from one for all or a list. Raises ValueError."""
-    if pair and isinstance(value, tuple | list) and len(value) == 2:
+    """Return the value for one of ``count`` joining members, from one for all or a list. Raises ValueError.
+
+    ``pair``: whether it is a pair, of which each number may be a list of the members'. A list of pairs is one for each.
+    """
+    pairs = isinstance(value, list) and len(value) == count and all(isinstance(v, tuple | list) for v in value)
+    if pair and isinstance(value, tuple | list) and len(value) == 2 and not pairs:
         return tuple(value_of(name, item, index, count) for item in value)
     several = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
     if not several:

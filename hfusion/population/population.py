@@ -439,7 +439,8 @@ class Population:
         Args:
             row: a free row; None for the first free row, or a new one. For several rows, pass a list of models, and for
                 each argument below one value for all rows, or a list; a list of rows is returned.
-            hypers: the member's hyper-parameters. One may be left out if all members began with the same value.
+            hypers: the member's hyper-parameters. One may be left out if all members began with the same value. Write a
+                pair such as ``betas`` as a tuple; a list of pairs is one for each row.
             scheduler, clip_norm, clip_value, accumulate: likewise.
 
         Raises:

@@ -88,6 +88,12 @@ def test_groups_say_who_is_together_and_why() -> None:
     assert "array of rows 0, 2" in repr(pop)
 
 
+def test_a_list_of_pairs_is_one_for_each_member_that_joins() -> None:
+    pop, pairs = hf.Population([mlp(4)], optimizer=hf.optim.Adam, loss=F.cross_entropy), [(0.8, 0.9), (0.7, 0.95)]
+    rows = pop.append([mlp(4), mlp(5)], betas=pairs)
+    assert [tuple(vector[row].item() for vector in pop.hparams["betas"]) for row in rows] == pairs
+
+
 def test_no_models_are_refused() -> None:
     with pytest.raises(hf.FusionError, match="a population got an empty list; give it at least one model"):
         population([])

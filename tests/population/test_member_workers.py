@@ -121,7 +121,10 @@ def poisoned(pop: hf.Population) -> None:
 
 
 def slower(pop: hf.Population) -> None:
-    pop.hparams["lr"][1:3] *= 0.1
+    rates = pop.hparams["lr"]
+    for step in range(3):
+        pop.step(*batch(step))
+    rates[1:3] *= 0.1
 
 
 def moved_about(pop: hf.Population) -> None:
