@@ -317,6 +317,8 @@ FUSE = {
     "hf.optim.groups(nn.Linear(2, 2), lambda name, p: {})": "hf.optim.groups expects what hf.fuse",
     "hf.optim.groups(nn.Linear(2, 2).parameters(), lambda name, p: {})": "hf.optim.groups got a parameter",
     "float(opt.param_groups[0]['lr'])": r"one value for each of 3 members.*value\.tolist\(\)",
+    "ls.StepLR(opt, 1).optimizer.copy(0, 2)": r"base rates \[0\.1, 0\.2, 0\.3\] by row.*PerMember",
+    "ls.StepLR(opt, 1).optimizer.keep([1, 0])": r"base rates \[0\.1, 0\.2, 0\.3\] by row.*PerMember",
     "hf.Population([mlp()], optimizer=hf.optim.SGD, loss=F.mse_loss).fused.call('to', torch.ones(2, 4))": "no method t",
 }
 

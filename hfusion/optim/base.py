@@ -30,7 +30,7 @@ from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import STEADY, PreparedUpdate, Work, check_memory, common_members, membership_of
 from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, State, member_vector, plain, read
-from hfusion.optim.optimizer_rows import begin_rows, group_table, rearrange, width
+from hfusion.optim.optimizer_rows import begin_rows, check_base_rates, group_table, rearrange, width
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.module_hooks import spare_dynamo
 
@@ -341,16 +341,22 @@ class FusedOptimizer(Formula, Optimizer):
 
         Raises:
             ValueError: no rows, a repeated row, or a row out of range.
+            FusionError: a scheduler of torch has base rates that differ between rows, and members change theirs.
         """
-        rearrange(self, kept_rows(rows, width(self)), {})
+        sources = kept_rows(rows, width(self))
+        check_base_rates(self, sources)
+        rearrange(self, sources, {})
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.
 
         Raises:
             ValueError: a row is out of range or written twice, or ``src`` and ``dst`` differ in number.
+            FusionError: a scheduler of torch has base rates that differ between ``src`` and ``dst``.
         """
-        rearrange(self, copied(src, dst, width(self)), {})
+        sources = copied(src, dst, width(self))
+        check_base_rates(self, sources)
+        rearrange(self, sources, {})
 
     def append(self, count: int = 1, **hypers: Any) -> None:
         """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.

@@ -104,6 +104,18 @@ def rearrange(
         optimizer.forget()
 
 
+def check_base_rates(optimizer: Any, sources: Sequence[int]) -> None:
+    """Raise a FusionError if a scheduler of torch has base rates that would not follow the members ``sources``."""
+    for rates in (group.get("initial_lr") for group in optimizer.param_groups):
+        held = rates.tolist() if isinstance(rates, Tensor) and rates.dim() else []
+        moved = [held[source] for source in sources[: len(held)]]
+        if held and moved != held[: len(moved)]:
+            raise FusionError(
+                f"a scheduler of torch keeps base rates {held} by row, and they do not follow members that change "
+                "their rows or are copied; use hf.optim.lr_scheduler, such as PerMember(opt, LambdaLR, lr_lambda=...)"
+            )
+
+
 def groups_taking(optimizer: Any, key: str) -> list[ParamGroup]:
     """Return the param groups that take the optimizer's default of an option, because they were not given their own."""
     groups = zip(optimizer.param_groups, optimizer.explicit_keys, strict=True)

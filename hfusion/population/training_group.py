@@ -538,6 +538,7 @@ class TrainingGroup:
 
     def arrange(self, sources: Sequence[int], free: Iterable[int] = ()) -> None:
         """Let row b be the former row ``sources[b]``; the new rows ``free`` have no member."""
+        optimizer_rows.check_base_rates(self.optimizer, sources)
         self.drop_gradients()
         array_editing.rearrange(self.fused, sources)
         optimizer_rows.rearrange(self.optimizer, sources, {})
