@@ -251,6 +251,32 @@ class FusedOptimizer(Formula, Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do the same as in torch, but copy the state. Raises CheckpointError for a state of another array."""
+        entries: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def check(_: Any, given: Any) -> None:
+            entries.extend(self._checked_state(given))
+
+        def keep_dtypes(_: Any) -> None:
+            # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round.
+            for param, saved in entries:
+                dtype = torch.float32 if MASTER_STACK in saved else param.dtype
+                for name, value in saved.items():
+                    stack = value.clone() if name in self.numbers else value.to(param.device, dtype, copy=True)
+                    self.state[param][name] = stack
+
+        # Between the hooks of the user, which may give another state, and change what was loaded.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(keep_dtypes, prepend=True),
+        ]
+        try:
+            super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return the parameters with the state of each. Raises CheckpointError for a state of another array."""
         try:
             state, groups = state_dict["state"], state_dict["param_groups"]
             for group, saved in zip(self.param_groups, groups, strict=False):
@@ -272,13 +298,7 @@ class FusedOptimizer(Formula, Optimizer):
                         f"the state {name!r} of parameter {key} has {actual}, this optimizer needs a tensor of shape "
                         f"{shape}: load the state of an array with the same members"
                     )
-        super().load_state_dict(dict(state_dict))
-        # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
-        for _, param, saved in entries:
-            dtype = torch.float32 if MASTER_STACK in saved else param.dtype
-            for name, value in saved.items():
-                stack = value.clone() if name in self.numbers else value.to(param.device, dtype, copy=True)
-                self.state[param][name] = stack
+        return [(param, entry) for _, param, entry in entries]
 
     def unfuse(self) -> list[dict[str, Any]]:
         """Return B state dicts, one per member, for torch.optim's class of the same name; the state is copied."""

@@ -37,6 +37,21 @@ def test_state_dict_round_trip_through_a_file(name: str, options: dict[str, Any]
     array.assert_equal()
 
 
+def test_hooks_of_a_load_give_and_change_the_state() -> None:
+    array = Array(2)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 1)
+    given = fused.state_dict()
+    for entry in given["state"].values():
+        entry["exp_avg"] = entry["exp_avg"] + 1
+    fused.register_load_state_dict_pre_hook(lambda opt, state: given)
+    fused.register_load_state_dict_post_hook(lambda opt: [entry["step"].add_(1) for entry in opt.state.values()])
+    fused.load_state_dict(alone[0].state_dict())
+    for entry, key in zip(fused.state.values(), given["state"], strict=True):
+        assert torch.equal(entry["exp_avg"], given["state"][key]["exp_avg"])
+        assert torch.equal(entry["step"], given["state"][key]["step"] + 1)
+
+
 def test_counts_in_a_state_dict_do_not_go_on() -> None:
     array = Array(2)
     fused, alone = start("Adam", {"lr": 0.1}, array)
