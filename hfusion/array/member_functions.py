@@ -92,15 +92,15 @@ class MemberFunction:
 
         Members that take no step, as their gradients overflowed or they are frozen, are left alone.
         """
+        # A deep copy of it is for the copied target.
+        return functools.partial(self._run_as_hook, target, args)
 
-        def hook(optimizer: Any, *_: Any) -> None:
-            held = optimizer.held_members if isinstance(optimizer, FusedOptimizer) else []
-            active = training_rows(target) if isinstance(target, FusedModule) else target.active_rows
-            rows = [row for row in active if row not in held]
-            if rows:
-                self(target, *args, rows=rows)
-
-        return hook
+    def _run_as_hook(self, target: Any, args: tuple[Any, ...], optimizer: Any, *_: Any) -> None:
+        held = optimizer.held_members if isinstance(optimizer, FusedOptimizer) else []
+        active = training_rows(target) if isinstance(target, FusedModule) else target.active_rows
+        rows = [row for row in active if row not in held]
+        if rows:
+            self(target, *args, rows=rows)
 
     def report(self) -> FusionReport:
         """Report why calls run in a loop over members; there is no line if they run by `torch.func.vmap`."""

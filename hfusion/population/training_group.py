@@ -40,6 +40,7 @@ from hfusion.population.evaluation import entry_bytes, evaluating_model, sample_
 from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, leave_out, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
+from hfusion.torch_private.module_hooks import has_step_hooks, step_hooks
 
 StepArguments = tuple[Any, Any, dict[str, Any]]
 """Inputs, target and keywords of a step."""
@@ -99,10 +100,17 @@ class TrainingGroup:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
         dropped = {"_before", "_resting", "_finite", "_shared_parameters", "_step", "_chosen", "_written", "_loss"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
-        return {**state, "_expected_calls": self.known_calls}
+        # torch copies an optimizer without its hooks.
+        hooks = {"_step_hooks": step_hooks(self.optimizer)} if has_step_hooks(self.optimizer) else {}
+        return {**state, "_expected_calls": self.known_calls, **hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        before, after = vars(self).pop("_step_hooks", ((), ()))
+        for hook in before:
+            self.optimizer.register_step_pre_hook(hook)
+        for hook in after:
+            self.optimizer.register_step_post_hook(hook)
         self._prepare()
 
     def _prepare(self) -> None:

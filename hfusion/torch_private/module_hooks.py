@@ -40,9 +40,13 @@ def without_cached_parametrizations() -> AbstractContextManager[None]:
 # Hooks of the steps of optimizers.
 
 
+def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """Return the hooks of ``optimizer`` itself that run before its steps, and those after."""
+    return list(optimizer._optimizer_step_pre_hooks.values()), list(optimizer._optimizer_step_post_hooks.values())
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` itself has hooks of its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return any(step_hooks(optimizer))
 
 
 def count_global_step_hooks() -> int:

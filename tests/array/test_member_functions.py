@@ -162,6 +162,18 @@ def test_members_that_do_not_step_are_left_alone() -> None:
         assert not torch.equal(stack[0], old[0])
 
 
+def test_a_copied_population_has_hooks_of_its_own() -> None:
+    def one(params: Tensors, grads: Tensors) -> None:
+        params["weight"].fill_(1)
+
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    pop = hf.Population(models, optimizer=hf.optim.SGD, loss=F.mse_loss, compile=False)
+    pop.optimizer.register_step_post_hook(hf.each(one).step_hook(pop))
+    copied = copy.deepcopy(pop)
+    copied.step(torch.zeros(2, 4), torch.zeros(2, 3))
+    assert [bool((each.fused.get_parameter("weight") == 1).all()) for each in (pop, copied)] == [False, True]
+
+
 def test_buffers() -> None:
     fused = hf.fuse([nn.BatchNorm1d(3).double() for _ in range(3)])
 
