@@ -241,10 +241,12 @@ def _rows_apart(grad: Tensor) -> bool:
 
 
 class GradScaler:
-    """``torch.amp.GradScaler`` with a scale for each member of an array; used in the same way.
+    """``torch.amp.GradScaler`` with a scale for each member of an array.
 
-    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or one per member.
-    ``device`` is accepted as in torch and has no effect: losses and gradients are scaled on their own device.
+    It scales losses ``[B]`` before their sum, and has the methods of torch's without the getters and setters of its
+    factors and its interval. ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or
+    one per member. Raises ValueError for factors that torch refuses. ``device`` is accepted as in torch and has no
+    effect: losses and gradients are scaled on their own device.
     Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 
     Example:
@@ -275,6 +277,11 @@ class GradScaler:
         given["growth_interval"] = growth_interval
         self._arguments = {n: torch.as_tensor(v, dtype=torch.float32, device="cpu") for n, v in given.items()}
         arguments = self._arguments.items()
+        grow, back = self._arguments["growth_factor"], self._arguments["backoff_factor"]
+        if enabled and not bool((grow > 1).all()):
+            raise ValueError(f"growth_factor={growth_factor}: it must be above 1")
+        if enabled and not bool(((back > 0) & (back < 1)).all()):
+            raise ValueError(f"backoff_factor={backoff_factor}: it must be above 0 and below 1")
         # The initial values for members that join; None if those of the first members differed.
         self.initial_values = {n: float(v.max()) if len(v.unique()) == 1 else None for n, v in arguments}
         # The members' scales and counts, live; without columns before the first use.
@@ -301,6 +308,11 @@ class GradScaler:
             return losses
         if isinstance(losses, list | tuple):
             return type(losses)(self.scale(loss) for loss in losses)
+        if isinstance(losses, Tensor) and losses.dim() == 0:
+            raise ValueError(
+                "scale() takes the losses of all members, [B], got a tensor without dims. Scale them before their sum: "
+                "scaler.scale(losses).sum()"
+            )
         self.begin(len(losses))
         scales = sent(self.table["scale"], losses.device)
         return losses * scales.reshape(-1, *[1] * (losses.dim() - 1))
