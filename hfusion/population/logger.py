@@ -58,7 +58,8 @@ class Csv:
         head, *rows = csv.reader(lines)
         if head != [*self.columns]:
             raise ValueError(f"{path} begins with {head}, and a log with {[*self.columns]}: give another file")
-        if torn := not lines[-1].endswith("\n"):
+        # A name may have line breaks.
+        if torn := not lines[-1].endswith("\n") or (rows and len(rows[-1]) < len(self.columns)):
             # The last row was not written to its end, and its number may have lost digits.
             del rows[-1:]
         if torn or purge_step is not None:

@@ -68,7 +68,7 @@ def test_a_file_goes_on_after_a_kill(tmp_path: Path) -> None:
         rows = rows_of(path)
     assert len(rows) == 6
     assert rows[4] == {"step": "2", "member": "ä", "name": "loss", "value": "0.5"}
-    for torn in (b"3,a,lo", b"3,a,loss,0.12", '3,"\u00e4'.encode()[:-1]):
+    for torn in (b"3,a,lo", b"3,a,loss,0.12", b'3,"a\n', '3,"\u00e4'.encode()[:-1]):
         with path.open("ab") as file:
             file.write(torn)
         with hf.MemberLogger(csv=path):
