@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,8 @@ def sweep(
         loss: a functional loss of one member's output and target.
         loader: an iterable of minibatches ``(inputs, target)`` that can be read every epoch, or a function that makes
             one from values of the space, such as ``loader(batch_size)``, called after ``torch.manual_seed(seed)``.
-        trials: the number of trials in the study. Trials of earlier calls with the same ``directory`` count.
+        trials: the number of trials of the sweep. Those of earlier calls with the same ``directory`` count, and those
+            that a ``study`` of yours has do not.
         epochs: epochs of each trial. After epoch k, counted from 0, a value is reported as step k, and the pruner
             decides.
         optimizer: a class of hf.optim, or a function that makes an optimizer from parameters.
@@ -274,12 +275,22 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     for name, one, other in (("scheduler_interval", "epoch", "step"), ("rounds", "together", "asynchronous")):
         check(name, given[name], given[name] in (one, other), f'it is "{one}" or "{other}"')
     for name, method in (("sampler", "sample_independent"), ("pruner", "prune")):
-        check(name, given[name], given[name] is None or hasattr(given[name], method), f"give a {name} of Optuna")
-    loader, catch = given["loader"], given["catch"]
-    can_be_read = callable(loader) or hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    check("loader", loader, can_be_read, "give minibatches that can be read every epoch, or a function that makes them")
+        is_one = hasattr(given[name], method) and not isinstance(given[name], type)
+        check(name, given[name], given[name] is None or is_one, f"give a {name} of Optuna")
+    for name, is_other, other in (
+        ("loader", callable(given["loader"]), "a function that makes them"),
+        ("eval_loader", given["eval_loader"] is None, "None"),
+    ):
+        is_list = hasattr(given[name], "__iter__") or hasattr(given[name], "__getitem__")
+        can_be_read = (is_list or is_other) and not isinstance(given[name], Iterator)
+        check(name, given[name], can_be_read, f"give minibatches that can be read every epoch, or {other}")
     check("seed", given["seed"], isinstance(given["seed"], int), "give a whole number")
-    check("callbacks", given["callbacks"], isinstance(given["callbacks"], Iterable), "give a list of functions")
+    callbacks, catch, directory = given["callbacks"], given["catch"], given["directory"]
+    # To read an iterator would empty it.
+    listed = () if isinstance(callbacks, Iterator) else callbacks
+    are_functions = isinstance(callbacks, Iterable) and all(map(callable, listed))
+    check("callbacks", callbacks, are_functions, "give a list of functions")
+    check("directory", directory, isinstance(directory, str | os.PathLike | None), "give the path of a folder, or None")
     kinds = catch if isinstance(catch, tuple) else (catch,)
     are_errors = all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds)
     check("catch", catch, are_errors, "give a class of exceptions, or a tuple of them")
