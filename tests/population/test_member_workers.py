@@ -148,11 +148,6 @@ def stacked(pop: hf.Population) -> None:
         pop.step(hf.stacked([x + row for row in range(6)]), hf.stacked([y.roll(row) for row in range(6)]))
 
 
-def scheduled(pop: hf.Population) -> None:
-    if pop.scheduler is not None:
-        pop.scheduler.step()
-
-
 CHANGES: dict[str, tuple[Callable[[hf.Population], object], dict[str, Any]]] = {
     "nothing": (lambda pop: None, {}),
     "read": (lambda pop: pop.evaluate(F.cross_entropy, [batch(7)]), {}),
@@ -165,7 +160,10 @@ CHANGES: dict[str, tuple[Callable[[hf.Population], object], dict[str, Any]]] = {
     "rows, weights, autocast": (stepped_otherwise, {}),
     "stacked": (stacked, {}),
     "accumulate": (lambda pop: None, {"accumulate": [1, 2, 1, 3, 2, 1]}),
-    "schedules": (scheduled, {"scheduler": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5)}),
+    "schedules": (
+        lambda pop: pop.scheduler and pop.scheduler.step(),
+        {"scheduler": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5)},
+    ),
     "scaler": (lambda pop: None, {"scaler": hf.optim.GradScaler(init_scale=8.0, growth_interval=2)}),
 }
 
