@@ -30,7 +30,7 @@ from hfusion.optim.coupling import AskedParams
 from hfusion.optim.formula import Formula, for_all
 from hfusion.optim.group import STEADY, PreparedUpdate, Work, check_memory, common_members, membership_of
 from hfusion.optim.hyper import MASTER_STACK, MASTER_WEIGHTS, ParamGroup, Settings, State, member_vector, plain, read
-from hfusion.optim.optimizer_rows import begin_rows, check_base_rates, group_table, rearrange, width
+from hfusion.optim.optimizer_rows import begin_rows, group_table, move, rearrange, width
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.module_hooks import spare_dynamo
 
@@ -265,15 +265,13 @@ class FusedOptimizer(Formula, Optimizer):
                     self.state[param][name] = stack
 
         # Between the hooks of the user, which may give another state, and change what was loaded.
-        handles = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(keep_dtypes, prepend=True),
-        ]
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(keep_dtypes, prepend=True)
         try:
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
-            for handle in handles:
-                handle.remove()
+            before.remove()
+            after.remove()
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return the parameters with the state of each. Raises CheckpointError for a state of another array."""
@@ -285,9 +283,8 @@ class FusedOptimizer(Formula, Optimizer):
             if unknown := state.keys() - keys:
                 raise ValueError(f"it has a parameter {min(unknown)!r} that is in none of its param groups")
             entries = [(k, param, dict(state[k])) for k, param in zip(keys, self._params(), strict=False) if k in state]
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            name = type(self).__name__
-            raise CheckpointError(f"the state is not one of this array and of {name}: {error}") from error
+        except (KeyError, ValueError, TypeError, AttributeError) as why:
+            raise CheckpointError(f"the state is not one of this array and of {type(self).__name__}: {why}") from why
         for key, param, entry in entries:
             vector = list(param.shape[:1]) if membership_of(param).stacked else []
             for name, value in entry.items():
@@ -363,9 +360,7 @@ class FusedOptimizer(Formula, Optimizer):
             ValueError: no rows, a repeated row, or a row out of range.
             FusionError: a scheduler of torch has base rates that differ between rows, and members change theirs.
         """
-        sources = kept_rows(rows, width(self))
-        check_base_rates(self, sources)
-        rearrange(self, sources, {})
+        move(self, kept_rows(rows, width(self)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.
@@ -374,9 +369,7 @@ class FusedOptimizer(Formula, Optimizer):
             ValueError: a row is out of range or written twice, or ``src`` and ``dst`` differ in number.
             FusionError: a scheduler of torch has base rates that differ between ``src`` and ``dst``.
         """
-        sources = copied(src, dst, width(self))
-        check_base_rates(self, sources)
-        rearrange(self, sources, {})
+        move(self, copied(src, dst, width(self)))
 
     def append(self, count: int = 1, **hypers: Any) -> None:
         """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.

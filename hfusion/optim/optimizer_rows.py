@@ -116,6 +116,12 @@ def check_base_rates(optimizer: Any, sources: Sequence[int]) -> None:
             )
 
 
+def move(optimizer: Any, sources: Sequence[int]) -> None:
+    """Make the former member ``sources[b]`` member b. Raises FusionError as `check_base_rates`."""
+    check_base_rates(optimizer, sources)
+    rearrange(optimizer, sources, {})
+
+
 def groups_taking(optimizer: Any, key: str) -> list[ParamGroup]:
     """Return the param groups that take the optimizer's default of an option, because they were not given their own."""
     groups = zip(optimizer.param_groups, optimizer.explicit_keys, strict=True)

@@ -40,7 +40,7 @@ from hfusion.population.evaluation import entry_bytes, evaluating_model, sample_
 from hfusion.population.members import GroupOptions, GroupTable, check_numbers, key_of, leave_out, no_best, written_rows
 from hfusion.step.memory_budget import state_bytes
 from hfusion.step.train_step import train_step
-from hfusion.torch_private.module_hooks import has_step_hooks, step_hooks
+from hfusion.torch_private.module_hooks import add_step_hooks, step_hooks
 
 StepArguments = tuple[Any, Any, dict[str, Any]]
 """Inputs, target and keywords of a step."""
@@ -100,17 +100,11 @@ class TrainingGroup:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
         dropped = {"_before", "_resting", "_finite", "_shared_parameters", "_step", "_chosen", "_written", "_loss"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
-        # torch copies an optimizer without its hooks.
-        hooks = {"_step_hooks": step_hooks(self.optimizer)} if has_step_hooks(self.optimizer) else {}
-        return {**state, "_expected_calls": self.known_calls, **hooks}
+        return {**state, "_expected_calls": self.known_calls, **step_hooks(self.optimizer)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        before, after = vars(self).pop("_step_hooks", ((), ()))
-        for hook in before:
-            self.optimizer.register_step_pre_hook(hook)
-        for hook in after:
-            self.optimizer.register_step_post_hook(hook)
+        add_step_hooks(self.optimizer, vars(self))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -270,8 +264,7 @@ class TrainingGroup:
         if weighs != self._weighs:
             self._make_step(*weighs)
         if weighs[1]:
-            device = device_of(self.fused)
-            target = {"target": target, "samples": map_leaf(of_rows, lambda tensor: sent(tensor, device))}
+            target = {"target": target, "samples": map_leaf(of_rows, lambda rows: sent(rows, device_of(self.fused)))}
         if weighs[0]:
             shares = columns["accumulate"].double().reciprocal()
             shares = shares if self.scaler is None else self.scaler.scale(shares)

@@ -40,13 +40,24 @@ def without_cached_parametrizations() -> AbstractContextManager[None]:
 # Hooks of the steps of optimizers.
 
 
-def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """Return the hooks of ``optimizer`` itself that run before its steps, and those after."""
-    return list(optimizer._optimizer_step_pre_hooks.values()), list(optimizer._optimizer_step_post_hooks.values())
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def step_hooks(optimizer: Optimizer) -> dict[str, list[Any]]:
+    """Return the hooks of the steps of ``optimizer`` itself, which torch leaves out of copies, by their attribute."""
+    return {name: list(hooks.values()) for name in _HOOKS if (hooks := getattr(optimizer, name))}
+
+
+def add_step_hooks(optimizer: Optimizer, held: dict[str, Any]) -> None:
+    """Take what `step_hooks` returned out of ``held``, and register it."""
+    registers = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    for name, register in zip(_HOOKS, registers, strict=True):
+        for hook in held.pop(name, ()):
+            register(hook)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    return any(step_hooks(optimizer))
+    return bool(step_hooks(optimizer))
 
 
 def count_global_step_hooks() -> int:
