@@ -355,6 +355,10 @@ class Array:
     comparison: Comparison
     verify: bool
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.verify, bool):
+            raise ValueError(f"verify must be True or False, got {self.verify!r}")
+
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each tensor of a member, by key."""

@@ -60,8 +60,6 @@ class FusedModule(Tree):
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
-        if not isinstance(array.verify, bool):
-            raise ValueError(f"verify must be True or False, got {array.verify!r}")
         super().__init__(type(array.skeletons[0]).__name__)
         self._array = array
         grow(self, array.skeletons, stacks)
@@ -579,8 +577,6 @@ def _stand_in(leaf: Any) -> Any:
 
 # The fused module under torch.compile: its program is looked up while Dynamo traces, and traced in its place.
 
-Find = Callable[[Arguments], Compiled]
-
 
 class Inlined(nn.Module):
     """A program for Dynamo: a module whose submodules it follows.
@@ -612,11 +608,8 @@ def _child(module: Any, name: str) -> Any:
     return module._modules[name]
 
 
-def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
-    """Return a function that Dynamo treats as constant: it returns the name of the program in ``owner``.
-
-    The name is empty if no graph of Dynamo can contain the call: a program runs members, or finding one fails.
-    """
+def finder(owner: nn.Module, find: Callable[[Arguments], Compiled]) -> Callable[..., str]:
+    """Return a function that Dynamo treats as constant: it names the program in ``owner``; empty if none is traced."""
     names: dict[int, str] = {}
 
     def find_program_name(signature: Any, *args: Any, **kwargs: Any) -> str:
