@@ -447,7 +447,7 @@ def test_threads_have_the_context_of_the_caller() -> None:
     scale, seen = ContextVar("scale", default=1.0), set[Any]()
     hear = [lambda result: seen.add((scale.get(), torch.zeros(()).device.type))]
     scale.set(3.0)
-    hearing = task(knotted(torch.float64), Way(adamw), batches(torch.float64), callbacks=hear)
+    hearing = task(fused(), Way(adamw), batches(torch.float64), callbacks=hear)
     with torch.device("meta"):
         hf.train(hearing)
     assert seen == {(3.0, "meta")}
