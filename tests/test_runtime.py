@@ -99,7 +99,7 @@ def test_an_error_of_a_device_is_that_of_its_task(monkeypatch: pytest.MonkeyPatc
         if threading.current_thread().name == f"cpu:0 {lane}":
             raise RuntimeError("the device is lost")
 
-    array, _ = fused_and_expected(0)
+    array = fused()
     on, trained_task = machine(), task(array, WAYS[0], LOADER, "t")
     plan = planned([trained_task], on, [3], [False])
     monkeypatch.setattr(Queue, "wait", lost)
