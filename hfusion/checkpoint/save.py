@@ -91,7 +91,8 @@ def save(
     if not isinstance(fused, FusedModule):
         raise CheckpointError(f"hf.save takes a fused module, not {type(fused).__name__}: save a model by torch.save")
     tags = [f"member {row}" for row in range(len(fused))] if tags is None else list(tags)
-    if len(tags) != len(fused) or len(set(tags)) < len(tags) or not all(isinstance(tag, str) and tag for tag in tags):
+    are_names = all(isinstance(tag, str) and tag for tag in tags)
+    if not are_names or len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"tags={tags}: give each of {len(fused)} members a name of its own, a string")
     state = {"members": tags, **array_state(range(len(fused)), fused, optimizer, scheduler, scaler)}
     body, tensors = packed(state | run_state(loader, extra, [fused]))

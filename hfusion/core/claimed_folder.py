@@ -69,15 +69,16 @@ def lock_folder(folder: Path, run: str) -> Callable[[], None]:
 
     Raises CheckpointError if it is locked already.
     """
-    handles = [] if fcntl is None else [os.open(folder, os.O_RDONLY)]
+    if fcntl is None:
+        return lambda: None
+    handles = [os.open(folder, os.O_RDONLY)]
 
     def unlock() -> None:
         while handles:
             os.close(handles.pop())
 
     try:
-        for handle in handles:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handles[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         unlock()
         raise CheckpointError(

@@ -87,8 +87,10 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tens
 
     ``joining``: the rows that join, by index; None for zeros. They may be rows of the stack itself.
     """
-    own = {index: value for index, value in joining.items() if value is not None and lies_within(value, stack)}
-    joining = {**joining, **{index: value.detach().clone() for index, value in own.items()}}
+    joining = {
+        index: value.detach().clone() if value is not None and lies_within(value, stack) else value
+        for index, value in joining.items()
+    }
     if len(sources) == len(stack):
         # As if all rows were read before one is written.
         changed = {row: source for row, source in enumerate(sources) if row != source and isinstance(source, int)}

@@ -79,8 +79,9 @@ def other_generators(loader: Any) -> Iterator[Any]:
     seeded = generators(loader)
     while loader is not None:
         held = own_attributes(loader)
-        kept = (value for value in held.values() if isinstance(value, GENERATORS))
-        yield from (value for value in kept if all(value is not other for other in seeded))
+        for value in held.values():
+            if isinstance(value, GENERATORS) and all(value is not other for other in seeded):
+                yield value
         loader = held.get("dataset")
 
 
