@@ -225,8 +225,9 @@ def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest
     folder, mark = tmp_path / "run", tmp_path / "mark"
     with waiting(folder, mark) as process:
         run, member = only(folder)
-        assert (run.state, process_of(run)) == ("running", process.pid)
-        assert counts(member)[0] == "training"
+        assert (run.state, process_of(run), counts(member)[0]) == ("running", process.pid, "training")
+        with pytest.raises(hf.CheckpointError, match="is in use by a run that goes on"):
+            train(folder)
         assert 5 <= int(member.values["minibatch"].partition("/")[0]) <= 8
         assert main(["status", str(folder)]) == 0
         assert re.search(rf"hf.train, running \(process {process.pid} on .*\): last save", capsys.readouterr().out)
