@@ -123,11 +123,10 @@ def pack(name: str, value: Any, parts: Mapping[int, str]) -> bytes:
     return target.getvalue()
 
 
-def _no_parts(key: str) -> Any:
-    raise KeyError(key)
+_NO_PARTS: dict[str, Any] = {}
 
 
-def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
+def unpack(data: bytes, part: Callable[[str], Any] = _NO_PARTS.__getitem__) -> Any:
     """Unpickle the bytes of `pack`; ``part(key)`` returns the objects that were left out."""
 
     class Unpacker(pickle.Unpickler):

@@ -178,19 +178,17 @@ class RayExecutor:
 
     def _next(self, device: int, stream: Any) -> tuple[int, Message] | None:
         errors = self._ray.exceptions
+        del self._running[device]
         try:
             message: Message = unpack_message(self._ray.get(next(stream)))
         except StopIteration:
-            self._running.pop(device, None)
             return None
         except (errors.RayActorError, errors.ObjectLostError) as error:
-            self._running.pop(device, None)
             return device, Lost(str(error).strip().splitlines()[0])
         except errors.RayError as error:
-            self._running.pop(device, None)
             return device, Failure(error)
-        if isinstance(message, End):
-            self._running.pop(device, None)
+        if not isinstance(message, End):
+            self._running[device] = stream
         return device, message
 
     def revive(self, device: int) -> bool:
@@ -236,16 +234,12 @@ class DeviceActor:
         """Yield messages as bytes, in which classes go by name: Ray would send copies of those of a script."""
         import ray
 
-        def run() -> None:
-            self._messages.put(self._trainer.run(job, ray.get))
-
-        thread = Thread(target=run, name="hfusion train")
+        thread = Thread(target=lambda: self._messages.put(self._trainer.run(job, ray.get)), name="hfusion train")
         thread.start()
-        while True:
+        message: Message | None = None
+        while not isinstance(message, End):
             message = self._messages.get()
             yield pack_message(message)
-            if isinstance(message, End):
-                break
         thread.join()
 
     def answer(self, members: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
 from hfusion.checkpoint.save import SaveReader, array_state, member_stacks, packed, saves_of
 from hfusion.core.errors import CheckpointError, PlanError
-from hfusion.core.member_table import MemberTable
+from hfusion.core.member_table import MemberTable, is_row
 from hfusion.core.membership import has_rows
 from hfusion.core.patience import Patience
 from hfusion.core.text import file_name
@@ -267,12 +266,8 @@ def answered(answer: Any, result: Step | Evaluation) -> list[int]:
         return []
     if answer is True:
         return list(result.members)
-    try:
-        members = [operator.index(member) for member in answer]
-        wrong = isinstance(answer, Mapping) or any(isinstance(member, bool) for member in answer)
-    except (TypeError, ValueError):
-        wrong = True
-    if wrong:
+    members: list[Any] = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, Mapping) else [None]
+    if not all(is_row(member) and not isinstance(member, bool) for member in members):
         raise PlanError(
             f"on_result gave {answer!r} for the task {result.task!r}: give None or False to go on, True to stop, the "
             "members that stop, or a bool tensor with a value for each of result.members"
@@ -283,7 +278,7 @@ def answered(answer: Any, result: Step | Evaluation) -> list[int]:
                 f"on_result stops member {member} of the task {result.task!r}, but was asked for members "
                 f"{list(result.members)}"
             )
-    return members
+    return list(map(int, members))
 
 
 NEVER = -1

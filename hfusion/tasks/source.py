@@ -19,7 +19,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.capture.python_state import restored
 from hfusion.capture.registered_tensors import device_of, tensors
-from hfusion.compiler.arguments import Arguments, map_leaf
+from hfusion.compiler.arguments import Arguments, describe_leaf, is_tensors, map_leaf
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import Ragged, is_stacked, take_entries
 from hfusion.core.errors import HFusionError, PlanError
@@ -113,15 +113,9 @@ class Minibatch:
     @cached_property
     def key(self) -> Any:
         """A hashable key. Minibatches with equal keys share a recipe."""
-        inputs = self.arguments.key, self.arguments.memory_orders
         leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
-        tensors = [
-            tensor
-            for leaf in leaves
-            for tensor in (leaf if isinstance(leaf, Ragged) else [leaf.tensor if is_stacked(leaf) else leaf])
-        ]
-        shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
-        return inputs, shapes
+        kinds = tuple(describe_leaf(leaf) if is_tensors(leaf) else type(leaf) for leaf in leaves)
+        return self.arguments.key, self.arguments.memory_orders, kinds
 
 
 def samples(shapes: Shapes) -> int:

@@ -352,9 +352,8 @@ def check_tensors(tasks: Sequence[Task]) -> None:
     Lists of models are copied before anything runs, so these may share models; frozen tensors are only read.
     """
     for task in tasks:
-        for model in [task.models] if isinstance(task.models, FusedModule) else ():
-            for _, tensor in tensors(model):
-                check_whole_stack(tensor, "hf.train shards arrays by itself, within the memory of each device")
+        for _, tensor in tensors(task.models) if isinstance(task.models, FusedModule) else ():
+            check_whole_stack(tensor, "hf.train shards arrays by itself, within the memory of each device")
     written = sorted(
         (*_memory(tensor), writer, name) for writer, task in enumerate(tasks) for name, tensor in _written(task)
     )
@@ -432,12 +431,10 @@ def check_loaders(arrays: Sequence[tuple[str, Task]]) -> None:
         for key, part in parts.items():
             if key not in first:
                 continue
-            conflict, remedy = "read with the workers of one DataLoader", "persistent_workers=False"
-            if isinstance(part, torch.Generator):
-                conflict, remedy = "draw from one torch.Generator", "leave it out: hf.Task(seed=...) settles the order"
-            elif isinstance(part, GENERATORS):
-                conflict, remedy = f"draw from one {type(part).__qualname__}", "draw by torch, see docs/tasks.md"
-            raise PlanError(f"{first[key][0]!r} and {name!r} {conflict}: give each its own DataLoader, or {remedy}")
+            what, remedy = f"draw from one {type(part).__qualname__}", "draw from torch's: hf.Task(seed=...) seeds it"
+            if not isinstance(part, GENERATORS):
+                what, remedy = "read with the workers of one DataLoader", "persistent_workers=False"
+            raise PlanError(f"{first[key][0]!r} and {name!r} {what}: give each its own DataLoader, or {remedy}")
         # The objects are held, so that no id is reused.
         first |= {key: (name, part) for key, part in parts.items()}
 

@@ -172,6 +172,21 @@ def test_answers(name: str) -> None:
     assert stopped == expected or (expected is None and len(stopped) in (1, 2))
 
 
+WRONG: dict[str, Any] = {
+    "on_result gave 'all' for the task 'small': give None or False to go on": "all",
+    "on_result gave {0: True}": {0: True},
+    r"on_result gave \[True\]": [True],
+    r"stops member 3 of the task 'small', but was asked for members \[0, 1, 2\]": [3],
+    r"bool tensor of shape \[2\] for 3 members": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_answers_that_name_no_members(words: str) -> None:
+    with pytest.raises(hf.TrainError, match=words):
+        hf.train(small(), machine(), on_result=lambda result: WRONG[words])
+
+
 # Members of hf.train that stop by patience, and end with their best weights, equal each of them trained alone.
 EPOCHS_BEST_WEIGHTS = 7
 RATES = [0.5, 0.02, 1.5, 0.1]

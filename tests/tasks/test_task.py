@@ -124,7 +124,7 @@ REFUSED_SHARING: dict[str, tuple[Callable[[], Any], str]] = {
     "workers": (persistent, "'first' and 'second' read with the workers of one DataLoader: .*persistent_workers=False"),
     "a generator": (
         lambda: drawing(lambda draw: DataLoader(DATA, 4, shuffle=True, generator=draw)),
-        r"'first' and 'second' draw from one torch.Generator: .*hf.Task\(seed=...\)",
+        r"'first' and 'second' draw from one Generator: .*hf.Task\(seed=...\)",
     ),
 }
 
