@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,10 +22,10 @@ from torch.utils.data import TensorDataset
 
 import hfusion as hf
 from benchmarks import draw
-from hfusion.bench import shard_benchmark
+from hfusion.bench import contact_benchmark, shard_benchmark
 from hfusion.bench.__main__ import NAMES, main
-from hfusion.bench.cases import CASES, classified
-from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.cases import CASES, FuseCase, Workload, check_agreement, classified, losses
+from hfusion.bench.contenders import CONTENDERS, start_serial
 from hfusion.bench.models import mlp
 from hfusion.bench.shard_benchmark import ShardCase, linears, seeded
 from hfusion.schedule.engine import simulate
@@ -207,20 +208,38 @@ def test_a_bad_argument_is_one_line(arguments: list[str], message: str, capsys: 
 
 def test_fuse(tmp_path: Path) -> None:
     target = tmp_path / "bench.json"
-    arguments = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap,hfusion"]
+    arguments = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap,processes,hfusion"]
     command = [sys.executable, "-m", "hfusion.bench", *arguments, "--json", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "mlp-small" in done.stdout
     read = json.loads(target.read_text())
     assert {"cpu", "cores", "threads", "torch", "python", "platform", "date", "command"} <= read["machine"].keys()
-    assert [row["contender"] for row in read["rows"]] == ["serial", "vmap", "hfusion"]
+    assert [row["contender"] for row in read["rows"]] == ["serial", "vmap", "processes", "hfusion"]
     assert read["rows"][0]["speedup"] == 1.0
     assert all(row["ms"] > 0 and row["reason"] == "" for row in read["rows"])
-    assert read["rows"][2]["best_other"] in ("serial", "vmap")
+    assert read["rows"][3]["best_other"] in ("serial", "vmap", "processes")
     pytest.importorskip("matplotlib")
     draw.main([str(target), str(tmp_path / "bench.svg")])
     assert "mlp-small" in (tmp_path / "bench.svg").read_text()
+
+
+@pytest.mark.parametrize("case", CASES, ids=attrgetter("name"))
+def test_models_train_as_alone(case: FuseCase) -> None:
+    work, (ours,) = Workload(case, 2, torch.device("cpu")), [each for each in CONTENDERS if each.name == "hfusion"]
+    check_agreement("hfusion", losses(start_serial(work), 2), losses(ours.start(work), 2), work.tolerance)
+
+
+def test_short(tmp_path: Path) -> None:
+    options = ["--models", "mlp-small", "--members", "2", "--steps", "2", "--contenders", "eager-cold"]
+    (row,) = rows_of(tmp_path, "short", "--quick", *options)
+    assert (row["contender"], row["reason"], row["seconds"] > 0) == ("eager-cold", "", True)
+
+
+def test_contact(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, "contact", "--quick", "--only", "facts")
+    assert (row["status"], row["figures"]["computes"]) == ("ok", True)
+    assert contact_benchmark.checks_of(quick=True)["hf.train spilled"][1](torch.device("cpu"))["shards"] > 1
 
 
 def test_optim(tmp_path: Path) -> None:
