@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import train_test_split
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
@@ -412,6 +413,23 @@ def test_the_curve_is_the_mean_over_samples() -> None:
     np.testing.assert_allclose(*curves, rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", [EnsembleClassifier, EnsembleRegressor])
+def test_members_stop_early_and_keep_their_best_weights(kind: Any) -> None:
+    x, labels = _data()
+    y, shares, classifies = (labels == "same") * 1.0, np.linspace(0.5, 1.5, len(x)), kind is EnsembleClassifier
+    model = kind(**{**SMALL, "max_iter": 90}, random_state=0, early_stopping=True, n_iter_no_change=2)
+    model.set_params(validation_fraction=0.3).fit(x, y, sample_weight=shares)
+    assert model.n_iter_ == len(model.validation_scores_) < 90
+    assert np.array_equal(np.nanmax(model.validation_scores_, 0), model.best_validation_scores_)
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+    options = {"test_size": 0.3, "random_state": seed, "stratify": y if classifies else None}
+    _, unseen, _, wanted, _, weights = train_test_split(x, y, shares, **options)
+    each = model.member_probabilities(unseen).argmax(-1) if classifies else model.member_predictions(unseen)
+    score = accuracy_score if classifies else r2_score
+    scores = [score(wanted, member.reshape(-1), sample_weight=weights) for member in each]
+    np.testing.assert_allclose(scores, model.best_validation_scores_, rtol=1e-9)
+
+
 def test_a_member_that_diverges_is_left_out() -> None:
     x, _ = _data()
     y = x[:, 0]
@@ -432,6 +450,12 @@ def test_a_member_that_diverges_is_left_out() -> None:
         ({"module": 3}, "module=3: give a function that makes one from n_features and n_outputs"),
         ({"module": nn.Linear(4, 2)}, r"module=Linear\(.*\): give a function that makes one"),
         ({"module": lambda features, outputs: 3}, r"module\(1, 1\) gave int: return an nn\.Module"),
+        (
+            {"module": lambda features, outputs: nn.Linear(features, 3)},
+            r"outputs of shape \[1, 3\] .*expected \[1, 1\]",
+        ),
+        ({"max_iter": 0}, "max_iter=0: it must be a whole number of at least 1"),
+        ({"batch_size": 0}, 'batch_size=0: it must be "auto" or a whole number of at least 1'),
         ({"device": "cuda:99"}, "device='cuda:99': this machine has no such device"),
     ],
 )
@@ -450,6 +474,7 @@ def test_what_is_not_fitted_says_so() -> None:
 lightning = pytest.importorskip("lightning")
 
 RATES, CLIPS, EPOCHS = [0.1, 0.03, 0.3], [0.05, 1.0, 0.2], 3
+STEPPED: Any = partial(StepLR, step_size=1, gamma=0.5)
 
 
 def make_models() -> list[nn.Module]:
@@ -468,7 +493,7 @@ def array(**options: Any) -> Any:
         **{
             "loss": F.cross_entropy,
             "optimizer": lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
-            "scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+            "scheduler": STEPPED,
             "clip_norm": CLIPS,
             **options,
         },
@@ -490,13 +515,13 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
 
 
-def plain(member: int, loader: Any, accumulate: int = 1) -> nn.Module:
-    model = make_models()[member]
-    own = Own(RATES[member], partial(StepLR, step_size=1, gamma=0.5), accumulate, CLIPS[member])
+def plain(member: int, loader: Any, accumulate: int = 1, make: Any = STEPPED) -> nn.Module:
+    model, (x, y) = make_models()[member], data().tensors
+    own = Own(RATES[member], make, accumulate, CLIPS[member])
     alone = Member(model, partial(torch.optim.SGD, momentum=0.9), F.cross_entropy, own)
     for _ in range(EPOCHS):
         alone.epoch(loader)
-        alone.step_schedule(0.0)
+        alone.step_schedule(F.cross_entropy(model(x), y).item())
     return model
 
 
@@ -515,6 +540,15 @@ def test_members_train_as_alone(accumulate: int, tmp_path: Path) -> None:
     assert run.global_step == EPOCHS * -(-3 // accumulate)
     for member, rate in enumerate(RATES):
         assert float(run.callback_metrics[f"lr/{member}"]) == pytest.approx(rate * 0.5 ** (EPOCHS - 1))
+
+
+def test_members_are_scheduled_by_their_own_losses(tmp_path: Path) -> None:
+    loader, options = DataLoader(data(), batch_size=4), {"patience": 0, "threshold": 0.1, "factor": 0.1}
+    module = array(scheduler=partial(hf.optim.lr_scheduler.ReduceLROnPlateau, **options))
+    run = trainer(tmp_path)
+    run.fit(module, loader, DataLoader(data(), batch_size=12))
+    assert len({float(run.callback_metrics[f"lr/{member}"]) / rate for member, rate in enumerate(RATES)}) > 1
+    assert_alone(module, loader, make=partial(ReduceLROnPlateau, **options))
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
@@ -537,6 +571,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
     each = [found[f"val_loss/{name}"] for name in "abc"]
     assert found["val_loss"] == pytest.approx(sum(each) / 3)
     assert "train_loss/a" in run.callback_metrics or "val_loss/a" in run.callback_metrics
+    assert run.test(module, loader, verbose=False)[0]["test_loss/b"] == found["val_loss/b"]
     outputs = run.predict(module, DataLoader(data().tensors[0], batch_size=12))[0]
     torch.testing.assert_close(outputs, torch.stack([model(x) for model in members]))
 
@@ -577,6 +612,14 @@ def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str,
         ({"tags": ["a", "a", "b"]}, r"tags=\['a', 'a', 'b'\]: every member has a name of its own"),
         ({"metrics": {"loss": accuracy}}, "metrics has 'loss', by which the losses are logged"),
         ({"metrics": {"loss_best": accuracy}}, "metrics has 'loss_best', by which the losses are logged"),
+        ({"tags": ["a"]}, "1 tags for 3 members: give one for each"),
+        ({"scheduler_interval": "batch"}, 'scheduler_interval=\'batch\': it is "epoch" or "step"'),
+        ({"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}, "gave SGD, one for all members: give one of"),
+        ({"scheduler": ReduceLROnPlateau}, "torch's ReduceLROnPlateau watches one value for all members"),
+        (
+            {"scheduler": hf.optim.lr_scheduler.ReduceLROnPlateau, "scheduler_interval": "step"},
+            "='val_loss', .*not logged",
+        ),
         ({"accumulate": 1.5}, "accumulate=1.5: give a whole number of at least 1"),
         ({"optimizer": 3}, "optimizer=3: give a function"),
         ({"scheduler": 3}, "scheduler=3: give a function"),

@@ -229,10 +229,7 @@ def wrong_member(site: Site, self: Value) -> Call:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (
-            wrong_values,
-            r"output 0 of model 0 differs .*; the first node that differs is tanh = aten.tanh.default",
-        ),
+        (wrong_values, r"output 0 of model 0 differs .*; the first node that differs is tanh = aten.tanh.default"),
         (wrong_gradient, r"gradient of .* of model 0 differs .*a gradient does"),
         (wrong_member, r"of model 1 differs .*; the first node that differs is tanh"),
     ],

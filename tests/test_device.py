@@ -26,7 +26,7 @@ from hfusion.core.errors import PlanError
 from hfusion.core.exclusive import FairLock, tracing
 from hfusion.device import native
 from hfusion.device.backend import Generators, accelerators, backend, random_states_kept
-from hfusion.device.cache import MAX_BYTES, cache_folder, read_sealed, write_sealed
+from hfusion.device.cache import MAX_BYTES, cache_folder, lasts, read_sealed, write_sealed
 from hfusion.device.machine import Device, Machine, parse_bytes
 from hfusion.device.team import SOURCE, team
 from hfusion.ops import rnn
@@ -43,6 +43,14 @@ def test_a_library_is_compiled_once(source: Path, compiler: list[str], tmp_path:
     assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
     assert binary.stat().st_mtime_ns == stamp
     assert list(folder.iterdir()) == [binary]
+
+
+def test_where_no_cache_can_be_a_process_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match=r"no cache folder can be used \(.*: Not a directory\)"):
+        assert cache_folder().is_dir()
+    assert not lasts()
 
 
 @pytest.fixture

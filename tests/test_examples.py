@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import hfusion as hf
 from benchmarks import draw
-from hfusion.bench import contact_benchmark, shard_benchmark
+from hfusion.bench import contact_benchmark, shard_benchmark, sweep_benchmark
 from hfusion.bench.__main__ import NAMES, main
 from hfusion.bench.cases import CASES, FuseCase, Workload, check_agreement, classified, losses
 from hfusion.bench.contenders import CONTENDERS, start_serial
@@ -236,6 +236,11 @@ def test_short(tmp_path: Path) -> None:
     assert (row["contender"], row["reason"], row["seconds"] > 0) == ("eager-cold", "", True)
 
 
+def test_lora(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "lora", "--quick", "--members", "2", "--contenders", "peft,hfusion")
+    assert [(row["contender"], row["reason"]) for row in rows] == [("peft", ""), ("hfusion", "")]
+
+
 def test_contact(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, "contact", "--quick", "--only", "facts")
     assert (row["status"], row["figures"]["computes"]) == ("ok", True)
@@ -256,6 +261,7 @@ def test_sweep(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "sweep", "--quick", "--contenders", names, "--trials", "3")
     torch.set_num_threads(threads)
     assert [row["contender"] for row in rows] == names.split(",")
+    assert sweep_benchmark.pointnet()(sweep_benchmark.solids().judge[0]).shape == (320, 4)
     for row in rows:
         assert row["trials"] == 3
         assert 3 <= row["epochs"] <= 9

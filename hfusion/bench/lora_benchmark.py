@@ -125,8 +125,10 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
                 # Of peft and transformers, and of what is compiled.
                 warnings.simplefilter("ignore")
                 workload = Workload(case, members, harness.CPU)
-                rows = fuse_benchmark.compare(workload, CONTENDERS, rounds, slot, options.threads, CONTENDERS[0])
+                rows = fuse_benchmark.compare(
+                    workload, options.contenders or CONTENDERS, rounds, slot, options.threads, CONTENDERS[0]
+                )
             yield from rows
 
 
-BENCHMARK = Benchmark(__doc__, _run, fuse_benchmark.table, {"models": CASES, "ways": CONTENDERS}, members=True)
+BENCHMARK = Benchmark(__doc__, _run, fuse_benchmark.table, {"models": CASES, "contenders": CONTENDERS}, members=True)

@@ -482,8 +482,8 @@ class MemberSchedules:
 
     @property
     def kinds(self) -> list[str]:
-        """The class of each member's scheduler, one group after the other."""
-        return [kind for group in self._population._groups for kind in group.scheduler.kinds]
+        """The class of the scheduler of each row that holds a member."""
+        return [group.scheduler.kinds[local] for group, local in filter(None, self._population._layout.slots)]
 
     def get_last_lr(self) -> list[Tensor]:
         """The learning rates that were set last, for each param group ``[rows]``."""

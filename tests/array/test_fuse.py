@@ -329,3 +329,13 @@ def test_a_frozen_tensor_that_some_members_share(order: str) -> None:
     close(built(x), [model(x) for model in models], "built")
     same = [[torch.equal(m.base[0].weight, n.base[0].weight) for m in models] for n in models]
     assert same == [[a == b for a in order] for b in order]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["own input", "shared input"])
+def test_shared_statistics_in_training(first: bool) -> None:
+    norm = nn.BatchNorm1d(4)
+    models = [nn.Sequential(*([norm, nn.Linear(4, 4)][:: 1 if first else -1])) for _ in range(3)]
+    with pytest.raises(hf.FusionError, match="give each model its own"):
+        hf.fuse(models)(torch.randn(5, 4))
+    norm.eval()
+    assert hf.fuse(models)(torch.randn(5, 4)).shape == (3, 5, 4)

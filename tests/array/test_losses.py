@@ -282,10 +282,7 @@ def checked(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
-LOSSES: dict[str, Callable[..., Any]] = {
-    "mse": F.mse_loss,
-    "that checks values": checked,
-}
+LOSSES: dict[str, Callable[..., Any]] = {"mse": F.mse_loss, "that checks values": checked}
 
 
 def told(call: Callable[[], Any]) -> list[str]:

@@ -300,10 +300,7 @@ SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractConte
         lambda: torch.ones(1).dtype is torch.float64,
         lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
     ),
-    "autocast": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
     "the dtype of autocast": (
         lambda: torch.get_autocast_dtype("cpu") is torch.float16,
         lambda: torch.autocast("cpu", dtype=torch.float16),

@@ -99,9 +99,7 @@ TRANSFORMS: dict[str, Callable[[Forward, Parameters, Tensor], Any]] = {
 
 
 # By value (`.item()`) nothing can be batched or traced; torch has no batched LSTM.
-IMPOSSIBLE = {
-    *(("looped", name) for name in ("vmap of grad", "vmap of parameters", "linearize")),
-}
+IMPOSSIBLE = {*(("looped", name) for name in ("vmap of grad", "vmap of parameters", "linearize"))}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

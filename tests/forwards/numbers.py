@@ -130,6 +130,16 @@ row(
     refused=STEERS,
 )
 
+UNLIKE = {
+    r"held\[0\] is 0 in model 0 and 3": (lambda m, x: x * 2 if len(x) > m.held[0] else x, each([0], [3])),
+    r"held is list\(1\) in model 0 and list\(1, 2\)": (lambda m, x: x if m.held[1:] else -x, each([1], [1, 2])),
+    "held is relu in model 0 and tanh": (lambda m, x: m.held(x), each(torch.relu, torch.tanh)),
+    r"<lambda> \(line \d+\) in": (lambda m, x: m.held(x), each(lambda x: x.relu(), lambda x: x.tanh())),
+}
+for words, (act, values) in UNLIKE.items():
+    forward = lambda self, x, act=act: act(self, self.fc(x))  # noqa: E731
+    row(f"attribute that steers: {words}", forward, held=values, refused=words, calls=three_sizes)
+
 row(
     "number that is none for some",
     lambda self, x: self.fc(x) * self.number if self.number else self.fc(x),

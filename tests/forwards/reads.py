@@ -33,10 +33,7 @@ CONDITIONS = {
 for name, condition in CONDITIONS.items():
     forward = lambda self, x, asks=condition: self.fc(x).nan_to_num() * (2 if asks(x) else 1)  # noqa: E731
     row(f"condition: {name}", forward, calls=special_values, loops="forward")
-COMPUTED = {
-    "compared": lambda y, n: y / 2 if n > 0 else y,
-    "multiplied": lambda y, n: y * (2 * n - 1),
-}
+COMPUTED = {"compared": lambda y, n: y / 2 if n > 0 else y, "multiplied": lambda y, n: y * (2 * n - 1)}
 for name, compute in COMPUTED.items():
     forward = lambda self, x, compute=compute: compute(y := self.fc(x), y.sum().item())  # noqa: E731
     row(f"number: {name}", forward, calls=lambda: [normal(3, 4), -normal(3, 4)], loops="forward", says="reads a number")

@@ -386,10 +386,7 @@ def note_in_dict(state):
     state["hot"] = True
 
 
-KINDS = {
-    "dict": (lambda: {"hot": False}, note_in_dict),
-    "attribute": (lambda: None, lambda state: None),
-}
+KINDS = {"dict": (lambda: {"hot": False}, note_in_dict), "attribute": (lambda: None, lambda state: None)}
 
 
 class Reader(nn.Module):

@@ -328,20 +328,13 @@ def if_negative(write):
     return action
 
 
-LATER = {
-    "past autograd": lambda x: x.data.mul_(2),
-    "through out": lambda x: torch.add(x, 1, out=x),
-}
+LATER = {"past autograd": lambda x: x.data.mul_(2), "through out": lambda x: torch.add(x, 1, out=x)}
 for name, write in LATER.items():
     later(
         f"write {name} in a part", if_negative(write), lambda self, x: self.fc(self.inner(x)), "writes into its input"
     )
     later(f"write {name}", if_negative(write), lambda self, x: self.inner(x), "writes into its input")
-later(
-    "write into a copy",
-    lambda x: x * 3 if x.sum() > 0 else x.mul_(2) * 3,
-    lambda self, x: x + self.inner(x * 1) + x,
-)
+later("write into a copy", lambda x: x * 3 if x.sum() > 0 else x.mul_(2) * 3, lambda self, x: x + self.inner(x * 1) + x)
 later(
     "write into what others read",
     if_negative(lambda x: x.mul_(2)),

@@ -116,10 +116,7 @@ def exports() -> Iterator[list[str]]:
         names.append(type(module).__name__)
         return exported(module, *args)
 
-    with (
-        mock.patch.object(export, "_exported", noting),
-        mock.patch.object(export, "_captures", type(captures)()),
-    ):
+    with mock.patch.object(export, "_exported", noting), mock.patch.object(export, "_captures", type(captures)()):
         yield names
 
 

@@ -81,10 +81,7 @@ def over(tensor):
     return lambda x: x * tensor
 
 
-FUNCTIONS = {
-    "default": lambda self: lambda x, gain=self.g: x * gain,
-    "closure": lambda self: over(self.g),
-}
+FUNCTIONS = {"default": lambda self: lambda x, gain=self.g: x * gain, "closure": lambda self: over(self.g)}
 for name, make in FUNCTIONS.items():
     holding = lambda make=make: Holding(make, lambda self: self.held(1.0))  # noqa: E731
     row(f"held by a function: {name}", make=holding, refused="held is a function that holds [gn] in a closure or a def")

@@ -217,18 +217,7 @@ UNIT = t(2, 3, kind="unit")
 INTS = t(2, 3, kind="integers", high=5)
 
 # Shapes that meet x [N, C, H, W].
-PARTNERS = [
-    X,
-    t(3, 1, 1),
-    t(1, 3, 1, 1),
-    t(2, 1, 1, 1),
-    t(),
-    t(2, 4),
-    t(1),
-    t(3, 2, 4),
-    t(1, 1, 1, 1),
-    t(2, 1, 2, 4),
-]
+PARTNERS = [X, t(3, 1, 1), t(1, 3, 1, 1), t(2, 1, 1, 1), t(), t(2, 4), t(1), t(3, 2, 4), t(1, 1, 1, 1), t(2, 1, 2, 4)]
 
 UNARY = """
 relu relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softshrink
@@ -354,12 +343,7 @@ def test_every_tagged_operator_has_a_rule() -> None:
             continue
         if target not in RULES and not base.startswith("_"):
             missing.append(str(target))
-    assert set(missing) <= {
-        "aten.equal.default",
-        "aten.frexp.Tensor",
-        "aten.ldexp.Tensor",
-        "aten.rrelu.default",
-    }
+    assert set(missing) <= {"aten.equal.default", "aten.frexp.Tensor", "aten.ldexp.Tensor", "aten.rrelu.default"}
 
 
 @pytest.mark.parametrize("layout", [Layout.STACKED, Layout.PACKED, Layout.LISTED])

@@ -254,19 +254,11 @@ LOSSES = [
             ),
             Case(aten.kl_div.default, (t(3, 4), t(3, 4, kind="unit"), r), members=FEW),
             Case(aten.kl_div.default, (t(3, 4), t(3, 4), r), {"log_target": True}, members=FEW),
-            Case(
-                aten.poisson_nll_loss.default,
-                (t(3, 4), t(3, 4, kind="positive"), True, True, 1e-8, r),
-                members=FEW,
-            ),
+            Case(aten.poisson_nll_loss.default, (t(3, 4), t(3, 4, kind="positive"), True, True, 1e-8, r), members=FEW),
             Case(aten.soft_margin_loss.default, (t(3, 4), t(3, 4, kind="sign"), r), members=FEW),
             Case(aten.hinge_embedding_loss.default, (t(3, 4), t(3, 4, kind="sign"), 1.0, r), members=FEW),
             Case(aten.margin_ranking_loss.default, (t(3), t(3), t(3, kind="sign"), 0.5, r), members=FEW),
-            Case(
-                aten.triplet_margin_loss.default,
-                (t(3, 4), t(3, 4), t(3, 4), 1.0, 2.0, 1e-6, True, r),
-                members=FEW,
-            ),
+            Case(aten.triplet_margin_loss.default, (t(3, 4), t(3, 4), t(3, 4), 1.0, 2.0, 1e-6, True, r), members=FEW),
             Case(aten.triplet_margin_loss.default, (t(4), t(4), t(4), 1.0, 2.0, 1e-6, False, r), members=FEW),
             Case(aten.cosine_embedding_loss.default, (t(3, 4), t(3, 4), t(3, kind="sign"), 0.5, r), members=FEW),
             Case(aten.cosine_embedding_loss.default, (t(4), t(4), t(kind="sign"), 0.5, r), members=FEW),
@@ -275,7 +267,7 @@ LOSSES = [
             Case(aten.multilabel_margin_loss.default, (t(3, 4), labels(3, 4), r), members=FEW),
             Case(aten.multilabel_margin_loss.default, (t(4), labels(4), r), members=FEW),
         )
-    ),
+    )
 ]
 
 

@@ -107,10 +107,7 @@ WITHOUT_RULES = [
     Case(aten.masked_scatter.default, (t(2, 3), t(2, 3, kind="bool"), t(2, 3))),
     Case(aten.renorm.default, (t(3, 4), 2, 0, 1.0)),
     Case(aten.put.default, (t(3, 4), t(2, kind="integers", high=9), t(2), True)),
-    Case(
-        aten.gru.input,
-        (t(2, 3, 4), t(1, 2, 5), [t(15, 4), t(15, 5), t(15), t(15)], True, 1, 0.0, True, False, True),
-    ),
+    Case(aten.gru.input, (t(2, 3, 4), t(1, 2, 5), [t(15, 4), t(15, 5), t(15), t(15)], True, 1, 0.0, True, False, True)),
 ]
 
 INDEXED = t(3, 4, 5)
@@ -214,15 +211,7 @@ DIMS: list[list[int]] = [[0], [1], [-1], [2, 3], [0, 2, 3], [], [0, 1, -1, -2]]
 
 SEVERAL = [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default]
 
-ONE = [
-    aten.max.dim,
-    aten.min.dim,
-    aten.median.dim,
-    aten.prod.dim_int,
-    aten.argmax.default,
-    aten.all.dim,
-    aten.any.dim,
-]
+ONE = [aten.max.dim, aten.min.dim, aten.median.dim, aten.prod.dim_int, aten.argmax.default, aten.all.dim, aten.any.dim]
 
 ALL = [
     aten.sum.default,
@@ -243,13 +232,7 @@ ALL = [
 
 SPREAD = [aten.var.default, aten.std.default, aten.var_mean.default, aten.std_mean.default]
 
-SAME = [
-    aten.cumsum.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
-    aten.cummax.default,
-    aten.cummin.default,
-]
+SAME = [aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default]
 
 SOFT = [aten.softmax.int, aten.log_softmax.int, aten.special_softmax.default]
 

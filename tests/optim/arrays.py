@@ -180,11 +180,7 @@ def run_shared(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any
 
 
 def beside_a_bad_member(
-    name: str,
-    options: Mapping[str, Any],
-    value: float,
-    device: str = "cpu",
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    name: str, options: Mapping[str, Any], value: float, device: str = "cpu", shapes: Sequence[tuple[int, ...]] = SHAPES
 ) -> list[Tensor]:
     """Parameters and state of members 0, 2 and 3 of four, when the gradients of member 1 become ``value``."""
     torch.manual_seed(3)

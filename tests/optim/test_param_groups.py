@@ -129,15 +129,6 @@ def read_again(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[An
     return fused, again
 
 
-def from_torch(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[Any, Any]:
-    models = fused.unfuse()
-    optimizers = [alone(model, rule) for model in models]
-    for member_optimizer, state in zip(optimizers, optimizer.unfuse(), strict=True):
-        member_optimizer.load_state_dict(state)
-    again = hf.fuse(models)
-    return again, hf.optim.fuse(optimizers, again)
-
-
 def rearranged(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[Any, Any]:
     for part in (fused, optimizer):
         part.keep([1, 0])
@@ -148,7 +139,6 @@ def rearranged(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[An
 ACTS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "nothing": lambda fused, optimizer, rule, folder: (fused, optimizer),
     "save": read_again,
-    "fuse": from_torch,
     "keep, copy": rearranged,
 }
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from torch.optim import lr_scheduler
 
 import hfusion as hf
 from tests.alone import Member, Own
@@ -92,6 +93,26 @@ def test_a_list_of_pairs_is_one_for_each_member_that_joins() -> None:
     pop, pairs = hf.Population([mlp(4)], optimizer=hf.optim.Adam, loss=F.cross_entropy), [(0.8, 0.9), (0.7, 0.95)]
     rows = pop.append([mlp(4), mlp(5)], betas=pairs)
     assert [tuple(vector[row].item() for vector in pop.hparams["betas"]) for row in rows] == pairs
+
+
+def test_schedules_of_several_groups_are_those_of_the_members() -> None:
+    makes = [partial(lr_scheduler.ExponentialLR, gamma=0.5), lambda opt: lr_scheduler.StepLR(opt, 2, gamma=0.1)]
+    pop = population(["narrow", "wide", "narrow"], optimizer=adamw([0.1, 0.2, 0.3]), scheduler=[*makes, makes[1]])
+    schedules: Any = pop.scheduler
+    pop.stop(0)
+    for _ in range(2):
+        train(pop, 1)
+        schedules.step(rows=[1, 2])
+    assert schedules.kinds == ["StepLR", "StepLR"]
+    assert schedules.last_epochs.tolist() == [0, 2, 2]
+    torch.testing.assert_close(schedules.get_last_lr()[0][1:].tolist(), [0.02, 0.03])
+    schedules.restart([2], makes[0])
+    schedules.step(rows=[2])
+    assert schedules.kinds == ["StepLR", "ExponentialLR"]
+    assert pop.hparams["lr"].tolist()[1:] == pytest.approx([0.02, 0.015])
+    assert {*pop.hparams} >= {"lr", "betas", "weight_decay"}
+    assert len(pop.hparams) == len([*pop.hparams])
+    assert "lr of 3 rows, in 2 vectors: " in repr(pop.hparams)
 
 
 def test_no_models_are_refused() -> None:

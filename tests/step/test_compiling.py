@@ -170,11 +170,7 @@ if sys.argv[1] != "end":
 def test_it_ends_with_the_process(how: str) -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, how],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-c", SCRIPT, how], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
