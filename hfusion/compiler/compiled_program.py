@@ -21,7 +21,7 @@ from hfusion.capture.fallback_runtime import OpaqueCall, bind_fallbacks
 from hfusion.capture.hooks import WHOLE, Island
 from hfusion.capture.registered_tensors import holder_of
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.fill_scalars import capture_variants, check_constant, keyed_constants
+from hfusion.compiler.fill_scalars import capture_variants
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import ForwardsDiffer, FusionError, KeepsState
 from hfusion.core.gradient_usage import watched
@@ -33,7 +33,7 @@ from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import MemberScalars
 from hfusion.ops.rule import merge as merge_tables
-from hfusion.passes.align import Changes, align, fill_rows
+from hfusion.passes.align import Changes, Unexplained, align, fill_rows
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.check import check_array, check_member
@@ -477,21 +477,15 @@ def of_rows(
     """
     program, members = compiled.program, len(rows)
     graph, tensors = fill_rows(compiled.graph, rows, changes or {})
+    if tensors:
+        raise Unexplained("a tensor that forward makes has other values")
     if compiled.opaque and subject is None:
         raise ValueError("members that run their own code are needed as modules")
     slots = zip(program.slots, program.layouts, strict=True)
     stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
     constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
-    for key, values in keyed_constants(compiled.graph, program.slots, tensors).items():
-        if key not in stacked:
-            constants[key] = constants[key].expand(members, *constants[key].shape)
-            stacked.add(key)
-        constants[key] = _with_values(key, constants[key], values)
-    layouts = tuple(
-        Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
-        for slot, layout in zip(program.slots, program.layouts, strict=True)
-    )
-    choices = _choices(compiled, graph) if (members, layouts) == (program.members, program.layouts) else None
+    layouts = program.layouts
+    choices = _choices(compiled, graph) if members == program.members else None
     if choices is None:
         choices = choose_ways(graph, layouts, members)
     module = batch(graph, layouts, members, RULES, choices)
@@ -518,12 +512,3 @@ def _varies(nest: Any) -> Any:
     if isinstance(nest, list | tuple):
         return tuple(map(_varies, nest))
     return isinstance(nest, MemberScalars)
-
-
-def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the stack of a constant with new values. ``values``: by member, the expected old and the new value."""
-    result = stack.clone()
-    for member, (old, new) in values.items():
-        check_constant(key, stack[member], old)
-        result[member] = new
-    return result

@@ -48,6 +48,10 @@ def rows(*shape: int) -> Callable[[int], Tensor]:
     return lambda n: torch.randn(n, *shape)
 
 
+def words(n: int) -> Tensor:
+    return torch.randint(7, (n, 2))
+
+
 def labels(n: int) -> Tensor:
     return torch.randint(3, (n,))
 
@@ -130,10 +134,13 @@ def then(function: Callable[[Tensor], Any]) -> tuple[Callable[[], nn.Module], Ca
 PADDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)), rows(4)),
     "cnn": (padded_cnn, rows(2, 6, 6)),
-    "embedding": (lambda: nn.Embedding(7, 3, padding_idx=0), lambda size: torch.randint(7, (size, 2))),
+    "embedding": (lambda: nn.Embedding(7, 3, padding_idx=0), words),
     "columns": then(lambda x: (x[:, 1:], x.flip(1), x.softmax(1), x.cumsum(1))),
     "norm": then(lambda x: x / x.norm(dim=-1, keepdim=True)),
     "weights of no sample": then(lambda x: x @ torch.eye(4).softmax(0)),
+    "attention": then(lambda x: F.scaled_dot_product_attention(*[x.view(-1, 2, 2)] * 3)),
+    "permuted": then(lambda x: x.view(-1, 2, 2).permute(0, 2, 1) + torch.zeros(2, 2)),
+    "recurrent": (lambda: nn.GRU(4, 3, batch_first=True), rows(5, 4)),
     "largest": then(lambda x: torch.stack(x.max(1)[:1] + x.topk(2)[0].unbind(1), 1)),
 }
 
@@ -141,11 +148,9 @@ GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]]
     "outer product": (*then(lambda x: torch.einsum("ni,nj->nij", x, x)), "einsum: it may mix"),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), rows(4), "forward changes 1."),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), rows(4), "dropout: its train is True"),
-    "counts of an index": (
-        lambda: nn.Embedding(7, 3, scale_grad_by_freq=True),
-        lambda size: torch.randint(7, (size, 2)),
-        "embedding: its scale_grad_by_freq",
-    ),
+    "counts": (lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), words, "embedding: its scale_grad_by_freq"),
+    "samples as steps": (lambda: nn.GRU(4, 3), rows(5, 4), "gru.input: its steps are samples"),
+    "attention to others": (*then(lambda x: F.scaled_dot_product_attention(x, x, x)), "attends to other samples"),
     "centered": (*then(lambda x: x - x.mean(0)), "mean.dim: it works along"),
     "backwards": (*then(lambda x: x[torch.arange(x.shape[0] - 1, -1, -1)]), "mix samples"),
     "softmax": (*then(lambda x: x.softmax(0)), "softmax.int: it works along"),
