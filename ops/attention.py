@@ -95,14 +95,7 @@ RULES: RuleTable = {aten.scaled_dot_product_attention.default: attention}
 
 
 def attend_dropping(
-    p: Probability,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
+    p: Probability, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
     """Compute `attend` by torch's fused kernel, which draws different numbers for every member, head and query.
 
@@ -120,14 +113,7 @@ def attend_dropping(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-    p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool, p: float = 0.0
 ) -> Tensor:
     """Call torch's attention with the members as a part of the batch.
 

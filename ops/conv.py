@@ -193,10 +193,7 @@ def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
         y = matrix @ flat if bias is None else torch.addmm(bias.reshape(-1, 1), matrix, flat)
         return y.view(members, channels_out, *features.shape[1:]).movedim(1, 2)
     features = x.movedim(2, 1)
-    matrix, flat = (
-        weight.reshape(members, channels_out, channels_in),
-        features.reshape(members, channels_in, -1),
-    )
+    matrix, flat = (weight.reshape(members, channels_out, channels_in), features.reshape(members, channels_in, -1))
     y = matrix @ flat if bias is None else torch.baddbmm(bias.unsqueeze(-1), matrix, flat)
     return y.view(members, channels_out, *features.shape[2:]).movedim(1, 2)
 

@@ -309,10 +309,7 @@ RULES: RuleTable = {
     aten.bucketize.Tensor: bucketize,
     aten.one_hot.default: one_hot,
     aten.repeat_interleave.self_Tensor: repeat_rows,
-    **table(
-        (aten.masked_select.default, aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default),
-        refuse,
-    ),
+    **table((aten.masked_select.default, aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default), refuse),
     **table((aten.argwhere.default, aten._unique2.default, aten.unique_dim.default), refuse),
     **table((aten.unique_consecutive.default, aten.bincount.default, aten.repeat_interleave.Tensor), refuse),
     **table((aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default), refuse),

@@ -91,14 +91,7 @@ def _batch_norm_once(site: Site, arguments: Mapping[str, Any]) -> Call:
 
 
 def batch_norm_packed(
-    x: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    mean: Maybe,
-    var: Maybe,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, var: Maybe, training: bool, momentum: float, eps: float
 ) -> Tensor:
     """Packed ``x [N, B*C, *S]``; weights and running statistics ``[B, C]``."""
     mean, var = _channels(mean, written=training), _channels(var, written=training)
@@ -138,14 +131,7 @@ def batch_norm_shared(x: Tensor, weight: Maybe, bias: Maybe, *rest: Any) -> Tens
 
 
 def batch_norm_measured(
-    x: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    mean: Tensor,
-    var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, training: bool, momentum: float, eps: float
 ) -> Tensor:
     """One ``x [N, C, *S]`` whose statistics, measured once, enter every member's running ones ``[B, C]``."""
     batch_mean, batch_var = torch.zeros_like(mean[0]), torch.zeros_like(var[0])

@@ -120,11 +120,7 @@ def _promoted(operands: Sequence[tuple[torch.dtype, int]]) -> torch.dtype:
 
 
 def with_casts(
-    target: OpOverload,
-    dtype: torch.dtype,
-    casts: tuple[bool, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    target: OpOverload, dtype: torch.dtype, casts: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``target`` with the marked positional operands cast to ``dtype``."""
     cast = [a.to(dtype) if mark else a for a, mark in zip(args, casts, strict=True)]
@@ -284,10 +280,7 @@ RULES: RuleTable = {
     **table(_untagged(), elementwise),
     **table(_BOUNDED, clamp),
     **table((aten.clone.default, aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), cast),
-    **table(
-        (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
-        like,
-    ),
+    **table((aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default), like),
     **table((aten.type_as.default, aten.to.other), cast_as),
     **table((aten.masked_fill.Scalar, aten.masked_fill.Tensor), masked_fill),
     aten.contiguous.default: contiguous,

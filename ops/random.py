@@ -272,12 +272,7 @@ def multinomial_stacked(weights: Tensor, samples: int, replacement: bool) -> Ten
 
 
 # Only the shape and kind of their draws is that of a tensor.
-LIKE = (
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
-)
+LIKE = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 
 ELEMENTWISE = (
     *LIKE,
@@ -300,13 +295,7 @@ ELEMENTWISE = (
     aten.binomial.default,
 )
 
-FACTORIES = (
-    aten.rand.default,
-    aten.randn.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.normal.float_float,
-)
+FACTORIES = (aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.normal.float_float)
 
 _DROPOUTS = frozenset(
     {

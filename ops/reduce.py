@@ -13,18 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout
-from hfusion.ops.rule import (
-    Answer,
-    Call,
-    Rule,
-    RuleTable,
-    Site,
-    Value,
-    loop,
-    none_listed,
-    pointwise,
-    table,
-)
+from hfusion.ops.rule import Answer, Call, Rule, RuleTable, Site, Value, loop, none_listed, pointwise, table
 from hfusion.ops.shape import NEEDS_0_1, NEEDS_1, along, shifted
 
 aten = torch.ops.aten

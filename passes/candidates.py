@@ -19,18 +19,7 @@ from hfusion.core.layout import CONVERSIONS, Conversion, Layout, Listed, lift, l
 from hfusion.core.tree import contains, leaves
 from hfusion.ops.generic import generic
 from hfusion.ops.lowering import Lowering, View
-from hfusion.ops.rule import (
-    Call,
-    Operand,
-    RuleTable,
-    Scalar,
-    Site,
-    Value,
-    has_per_member,
-    is_random,
-    loop,
-    values,
-)
+from hfusion.ops.rule import Call, Operand, RuleTable, Scalar, Site, Value, has_per_member, is_random, loop, values
 from hfusion.ops.saved import NOTHING
 from hfusion.passes.side_effects import RUNNING_STATISTICS
 from hfusion.passes.views import DROPOUTS

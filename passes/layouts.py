@@ -83,12 +83,7 @@ State: TypeAlias = tuple[Held, ...]
 
 
 def choose(
-    graph: fx.Graph,
-    layouts: Sequence[Layout],
-    members: int,
-    rules: RuleTable,
-    price: Pricing,
-    width: int = WIDTH,
+    graph: fx.Graph, layouts: Sequence[Layout], members: int, rules: RuleTable, price: Pricing, width: int = WIDTH
 ) -> dict[fx.Node, Choice]:
     """Return the cheapest choices for all calls of a member's ``graph`` whose placeholders have ``layouts``.
 

@@ -23,10 +23,7 @@ RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.defa
 def remove_dead(graph: fx.Graph) -> None:
     """Drop calls without users, except writes and autocast borders, and assertions that export proved."""
     for node in reversed(list(graph.nodes)):
-        asserts = node.target in (
-            aten._assert_tensor_metadata.default,
-            aten.sym_constrain_range_for_size.default,
-        )
+        asserts = node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default)
         if node.op == "call_function" and not node.users and (asserts or not has_effect(node)):
             graph.erase_node(node)
 

@@ -21,12 +21,7 @@ aten = torch.ops.aten
 
 # They give the input itself where they drop nothing. Their traces say that they copy it.
 DROPOUTS = frozenset(
-    {
-        aten.dropout.default,
-        aten.feature_dropout.default,
-        aten.alpha_dropout.default,
-        aten.feature_alpha_dropout.default,
-    }
+    {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default}
 )
 
 # Operators whose result, if it is a view, contains all elements of the operand.

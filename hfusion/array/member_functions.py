@@ -47,13 +47,7 @@ class MemberFunction:
         module, path = sys.modules.get(self._fn.__module__ or ""), getattr(self._fn, "__qualname__", "")
         return path if getattr(module, path, None) is self else (MemberFunction, (self._fn, self._buffers))
 
-    def __call__(
-        self,
-        target: Any,
-        *args: Any,
-        rows: int | Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __call__(self, target: Any, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any) -> None:
         """Run the function for the members of ``target``; see `each`."""
         arguments = Arguments.of(args, kwargs)
         if isinstance(target, FusedModule):

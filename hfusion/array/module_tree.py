@@ -46,7 +46,7 @@ STATE = frozenset(
         "_views",
         "_is_part",
         "_idle",
-    },
+    }
 )
 _STANDARD = frozenset(nn.Module().__dict__)
 

@@ -554,11 +554,7 @@ def module_path(node: fx.Node) -> str:
 
 
 @contextmanager
-def opaque(
-    model: nn.Module,
-    culprits: Mapping[Island, str],
-    records: Records,
-) -> Iterator[list[OpaqueCall]]:
+def opaque(model: nn.Module, culprits: Mapping[Island, str], records: Records) -> Iterator[list[OpaqueCall]]:
     """Context manager: trace the ``culprits`` of ``model``, given with the reasons, as opaque calls.
 
     Yields the list of the traced calls; keep it as long as the captured graph is used.

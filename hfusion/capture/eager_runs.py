@@ -179,10 +179,7 @@ def _leaves(parameters: Mapping[str, Tensor], arguments: Any) -> dict[str, Tenso
 
 
 def _outcome(
-    outputs: Sequence[Any],
-    leaves: Mapping[str, Tensor],
-    registered: Mapping[str, Tensor],
-    before: Mapping[str, Tensor],
+    outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Outcome:
     grads_before = {name: tensor.grad for name, tensor in before.items() if tensor.is_leaf}
     outcome: Outcome = {

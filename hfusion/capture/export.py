@@ -52,12 +52,7 @@ from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional, out_arguments, without_out
 from hfusion.passes.views import depends_on_strides, handed_back, writes
 from hfusion.torch_private.dispatch_modes import FakeTensor, enter_autocast, exit_autocast
-from hfusion.torch_private.export_state import (
-    has_transforms,
-    import_exporter,
-    module_stack_unwound,
-    numbered_parts,
-)
+from hfusion.torch_private.export_state import has_transforms, import_exporter, module_stack_unwound, numbered_parts
 from hfusion.torch_private.operator_tables import HigherOrderOperator, correct_lstm_decomposition
 from hfusion.torch_private.replaced_functions import autograd_functions_replaced, silence_tracers
 

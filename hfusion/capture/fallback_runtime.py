@@ -121,13 +121,7 @@ def _fake(inputs: Sequence[Tensor], fixed: Any, changing: Any, call: int) -> lis
     return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in results]
 
 
-def rule(
-    site: Site,
-    inputs: list[Value],
-    fixed: list[Value],
-    changing: list[Value],
-    call: int | MemberScalars,
-) -> Call:
+def rule(site: Site, inputs: list[Value], fixed: list[Value], changing: list[Value], call: int | MemberScalars) -> Call:
     """Run the submodule's own code in a loop over members."""
     numbers = call.values if isinstance(call, MemberScalars) else (call,) * site.members
     first = calls[numbers[0]]
@@ -270,10 +264,7 @@ class _BodyCall:
         arguments = iter(given)
         leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
         args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
-        with (
-            self._filled(fixed, changing) as own,
-            torch.set_grad_enabled(call.grad and torch.is_grad_enabled()),
-        ):
+        with self._filled(fixed, changing) as own, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
             output = self._called(args, kwargs)
         for x, copy, row, version in zip(given, kept, rows, versions, strict=True):
             if version_of(x) != version or not _unchanged(x, copy):

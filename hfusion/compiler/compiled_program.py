@@ -278,10 +278,7 @@ _NAMED = 6
 
 
 def common_graph(
-    captures: Sequence[Capture],
-    variants: Sequence[int],
-    name: str,
-    member: Callable[[int], nn.Module],
+    captures: Sequence[Capture], variants: Sequence[int], name: str, member: Callable[[int], nn.Module]
 ) -> tuple[fx.Graph, dict[str, Tensor], frozenset[str]]:
     """Combine the graphs of all variants of an array into one.
 

@@ -56,7 +56,7 @@ def check(optimizer: Any) -> None:
         raise FusionError(f"{name} scales a step by one norm over all tensors, and {where}: {_REMEDY}")
     _warn_once(
         f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself; if not, "
-        f"{_REMEDY}",
+        f"{_REMEDY}"
     )
 
 

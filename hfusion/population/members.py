@@ -535,7 +535,6 @@ class GroupOptions:
     def __init__(
         self,
         total: int,
-        *,
         optimizer: Callable[[Any], FusedOptimizer],
         loss: Callable[..., Any],
         scheduler: Make | Sequence[Make] | None = None,

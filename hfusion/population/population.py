@@ -107,20 +107,8 @@ class Population:
         memory: str | int | None = None,
         processes: int = 1,
     ) -> None:
-        options = GroupOptions(
-            len(models),
-            optimizer=optimizer,
-            loss=loss,
-            scheduler=scheduler,
-            scaler=scaler,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            accumulate=accumulate,
-            on_nonfinite=on_nonfinite,
-            compile=compile,
-            memory=memory,
-            processes=processes,
-        )
+        step = clip_norm, clip_value, accumulate, on_nonfinite, compile, memory, processes
+        options = GroupOptions(len(models), optimizer, loss, scheduler, scaler, *step)
         if tags is not None and len(tags) != len(models):
             raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
         names = new_names(tags or [None] * len(models), [], options.history)

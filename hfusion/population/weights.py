@@ -253,11 +253,7 @@ def gathered(population: Population, loader: Any, extra: Any) -> tuple[dict[str,
         state["members"] = [table["tag"][row] for row in table.live]
         state["numbers begun"] = group.options.initial
         state["on_nonfinite"] = group.options.on_nonfinite
-        state["group"] = {
-            "rows": table["tag"],
-            "first": group._widths.first,
-            "known": group.known_calls,
-        }
+        state["group"] = {"rows": table["tag"], "first": group._widths.first, "known": group.known_calls}
         groups.append(state)
     whole = {
         "members": [name for state in groups for name in state["members"]],
@@ -401,8 +397,7 @@ def _restore(group: TrainingGroup, reader: SaveReader, counted: bool) -> None:
         for part, key, component in (("scheduler", "schedule", group.scheduler), ("scaler", "scaler", group.scaler)):
             if component is None and any(saved.body.get(key) for saved, _ in reader.parts):
                 warnings.warn(
-                    f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
-                    stacklevel=4,
+                    f"{reader.path} holds a {part}, and {part}= was not given: members go on without one", stacklevel=4
                 )
         if not group.is_plain:
             group._step.expected_calls |= {call for saved, _ in reader.parts for call in saved.body["group"]["known"]}

@@ -131,12 +131,7 @@ class TrainStep:
             why = f"members' {noun} have different sizes" if self._compile is not False else "compile=False"
             self._uncompiled[call.text] = CallReport(call.text, "eager", why)
             return PreparedStep(args, kwargs, target, block=block)
-        situation = (
-            self._fused._pattern(call.inputs),
-            self._loss.state(),
-            active_autocast(),
-            (self._parts, block),
-        )
+        situation = (self._fused._pattern(call.inputs), self._loss.state(), active_autocast(), (self._parts, block))
         prepared = PreparedStep(args, kwargs, target, call, situation, None, block)
         variant = self._find(call, situation)
         if variant is None and call.text in self.expected_calls:
