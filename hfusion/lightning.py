@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
@@ -243,11 +244,13 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return batch[0], self._stacked_if_own(batch[1])
 
     def _stacked_if_own(self, value: Any) -> Any:
-        return stacked(value) if self._own_batches and isinstance(value, Tensor) else value
+        if not self._own_batches:
+            return value
+        return pytree.tree_map(lambda leaf: stacked(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
     def _outputs(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
-            return self.fused(**{key: self._stacked_if_own(value) for key, value in inputs.items()})
+            return self.fused(**self._stacked_if_own(dict(inputs)))
         return self.fused(self._stacked_if_own(inputs))
 
     def _log(self, name: str, values: Tensor, samples: int) -> None:
@@ -266,6 +269,6 @@ def _is_pair(batch: Any) -> bool:
 
 def _samples(batch: Any, per_member: bool) -> int:
     """Return the number of samples that each member gets in a batch; 1 if it cannot be determined."""
-    tensor = next((leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    tensor = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     sample_dim = 1 if per_member else 0
     return 1 if tensor is None or tensor.dim() <= sample_dim else tensor.shape[sample_dim]

@@ -542,6 +542,17 @@ def test_members_train_as_alone(accumulate: int, tmp_path: Path) -> None:
         assert float(run.callback_metrics[f"lr/{member}"]) == pytest.approx(rate * 0.5 ** (EPOCHS - 1))
 
 
+def test_members_have_batches_of_their_own(tmp_path: Path) -> None:
+    pairs = zip(*(tensor.transpose(0, 1).split(4, 1) for tensor in data(len(RATES)).tensors), strict=True)
+    batches = [({"input": x}, {"labels": y}) for x, y in pairs]
+    module = array(own_batches=True, loss=lambda output, target: F.cross_entropy(output, target["labels"]))
+    trainer(tmp_path).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    for member, model in enumerate(module.members):
+        own = [(inputs["input"][member], target["labels"][member]) for inputs, target in batches]
+        expected = [*plain(member, own).parameters()]
+        torch.testing.assert_close([*model.parameters()], expected, rtol=1e-9, atol=1e-11)
+
+
 def test_members_are_scheduled_by_their_own_losses(tmp_path: Path) -> None:
     loader, options = DataLoader(data(), batch_size=4), {"patience": 0, "threshold": 0.1, "factor": 0.1}
     module = array(scheduler=partial(hf.optim.lr_scheduler.ReduceLROnPlateau, **options))

@@ -158,7 +158,7 @@ def _gradients(
         raise ValueError("no parameters were given, so the number of members is unknown: pass fused.parameters()")
     members, grads = common_members(params), []
     for param, mark in zip(params, map(membership_of, params), strict=True):
-        if norm_type < 0 and mark.padded:
+        if float(norm_type) < 0 and mark.padded:
             raise FusionError(
                 f"parameter {mark.name!r} has zeros beside what a member trains, which a norm of order {norm_type} "
                 "would count: give an order of at least 0"
@@ -349,10 +349,12 @@ class GradScaler:
         """Call ``optimizer.step()`` for the members whose gradients are all finite; unscale them first if necessary.
 
         Raises:
-            RuntimeError: called twice since `update`.
+            RuntimeError: called twice since `update`, or with a closure, whose gradients would be scaled.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if args or kwargs.get("closure") is not None:
+            raise RuntimeError("step() of a GradScaler takes no closure, whose gradients are scaled: call it before")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called on this optimizer since the last update()")
         if id(optimizer) not in self._overflowed_members:
@@ -373,10 +375,10 @@ class GradScaler:
         if not self._enabled:
             return
         values = self.table
+        if not values.rows or (new_scale is None and not self._overflowed_members):
+            raise RuntimeError("no gradients were unscaled before update(): call step first")
         if new_scale is not None:
             values["scale"] = plain(member_vector("new_scale", new_scale, values.rows)).float()
-        elif not self._overflowed_members:
-            raise RuntimeError("no gradients were unscaled before update(): call step first")
         else:
             bad = torch.stack(list(self._overflowed_members.values())).any(0)
             tracker = torch.where(bad, 0, values["tracker"] + 1)
@@ -431,7 +433,7 @@ class GradScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore ``state_dict``. Raises CheckpointError if it is not the state of a scaler."""
         expected = {*self._arguments, "tracker"}
-        shapes = {tuple(value.shape) for value in state_dict.values()}
+        shapes = {tuple(getattr(value, "shape", ())) for value in state_dict.values()}
         if state_dict and (set(state_dict) != expected or len(shapes) != 1 or len(next(iter(shapes))) != 1):
             raise CheckpointError(
                 f"the state is not one of a GradScaler of members: it holds {sorted(state_dict)} of shapes "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.formula import New, add, addcdiv, addcmul, ascent, decayed, for_all, per_member
-from hfusion.optim.hyper import HyperValue
+from hfusion.optim.hyper import HyperValue, ParamGroup
 
 
 def _complements(h: Any) -> dict[str, Any]:
@@ -108,6 +108,13 @@ class Adam(AdaptiveMoments):
     amsgrad: bool = for_all(default=False)
 
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Do the same as in torch. Raises ValueError for a group with the other class's weight decay."""
+        own = self.torch_class is torch.optim.AdamW
+        if isinstance(param_group, dict) and param_group.get("decoupled_weight_decay", own) != own:
+            raise ValueError(f"decoupled_weight_decay={not own} of a param group: take {'Adam' if own else 'AdamW'}")
+        super().add_param_group(param_group)
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from hfusion.core.errors import FusionError
-from hfusion.core.member_table import MemberTable, copied, kept_rows, rows_of
+from hfusion.core.member_table import MemberTable, check_once, copied, kept_rows, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import read
 
@@ -240,8 +240,10 @@ class PerMember(torch_schedulers.LRScheduler):
                 "number per member, such as the losses of hf.per_model"
             )
         numbers, epochs = values.tolist(), () if epoch is None else (epoch,)
+        chosen = range(self.table.rows) if rows is None else rows_of(rows, self.table.rows)
+        check_once(chosen)
         self._pull()
-        for row in range(self.table.rows) if rows is None else rows:
+        for row in chosen:
             self._members[row].scheduler.step(*([numbers[row]] if asking[row] else []), *epochs)
         self._push()
 

@@ -340,4 +340,7 @@ def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> t
 
 def _probabilities(outputs: Tensor, softmax: int | None) -> Tensor:
     """Apply softmax to members' outputs ``[B, ...]`` along a dim of one member's output; None: return them."""
+    dims = outputs.dim() - 1
+    if softmax is not None and not -dims <= softmax < dims:
+        raise ValueError(f"softmax={softmax} for members' outputs {list(outputs.shape[1:])}: give one of their dims")
     return outputs if softmax is None else outputs.softmax(softmax + 1 if softmax >= 0 else softmax)

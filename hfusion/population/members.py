@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.gradient_usage import absent_rows, mark_absent
-from hfusion.core.member_table import MemberTable, is_row, rows_of
+from hfusion.core.member_table import MemberTable, check_once, is_row, rows_of
 from hfusion.core.membership import Membership, member_rows, membership
 from hfusion.core.patience import numbers
 from hfusion.core.step_arguments import Compile, check_loss_function
@@ -467,7 +467,8 @@ class MemberSchedules:
         """One step of every member's scheduler, or of those of members ``rows``. ``metrics``: one number per row."""
         count = len(self._population)
         given = None if metrics is None else numbers("metrics", metrics, count)
-        chosen = range(count) if rows is None else sorted(set(rows_of(rows, count)))
+        chosen = range(count) if rows is None else rows_of(rows, count)
+        check_once(chosen)
         for group, local in self._population._by_group(chosen):
             of_group = None if given is None else [given[row] for row in group.entries()]
             group.scheduler.step(epoch, rows=None if rows is None else local, metrics=of_group)

@@ -588,6 +588,8 @@ class SweepFolder:
         if not files.saves(self.root / STATE):
             return None
         saved = files.read(self.root / STATE)
+        if self.journal_size < saved.body["journal"]:
+            raise CheckpointError(f"{self.root / JOURNAL} is shorter than when the sweep was saved: it is damaged")
         return saved.body, saved.tensors
 
     def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:

@@ -169,7 +169,8 @@ def sweep(
         >>> sorted(result.best_params)
         ['lr']
     """
-    _check_arguments(locals())
+    _check_arguments(given := locals().copy())
+    asked = {name: _described(given[name]) for name in (*_FUNCTIONS, *_NUMBERS)}
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
     if direction is not None and directions is not None:
@@ -199,7 +200,7 @@ def sweep(
         root = None if folder is None else folder.root
         saved = None if folder is None else folder.read()
         body = {} if saved is None else saved[0]
-        _check_same(body, {"epochs": epochs, "seed": seed, "rounds": rounds})
+        _check_same(body.get("arguments", asked), asked)
         if folder is not None and not body.get("ended", True):
             folder.rewind(body["journal"])
         opened_study = open_study(study, storage, direction, directions, sampler, pruner, root)
@@ -210,7 +211,7 @@ def sweep(
         if rows is not None or pbt is not None:
             concurrent = partial(int, rows or max(1, trials))
         catch = catch if isinstance(catch, tuple) else (catch,)
-        extent = Extent(trials, epochs, seed, catch, pbt, deadline, concurrent, rounds == "asynchronous")
+        extent = Extent(trials, epochs, seed, catch, pbt, deadline, concurrent, rounds == "asynchronous", asked)
         recipe = SweepRecipe(
             make_model, loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives
         )
@@ -300,12 +301,27 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
     sample_optimizer(given["optimizer"])
 
 
-def _check_same(body: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+# What decides on the values of trials, and is no suggestion of the study.
+_FUNCTIONS = ("make_model", "loss", "loader", "eval_loader", "metric", "optimizer", "scheduler")
+_NUMBERS = ("epochs", "seed", "clip_norm", "accumulate", "scheduler_interval", "rounds", "pbt")
+
+
+def _described(value: Any) -> str:
+    """Return what an argument is, the same in every process; of your function its name, and names and numbers in it."""
+    if (code := getattr(value, "__code__", None)) is not None and not str(value.__module__).startswith("torch."):
+        inside = [*code.co_names, *(number for number in code.co_consts if isinstance(number, int | float))]
+        return f"{value.__qualname__} ({', '.join(map(str, inside))})"
+    if value is None or isinstance(value, int | float | str | PBT):
+        return str(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _check_same(saved: Mapping[str, str], given: Mapping[str, str]) -> None:
     """Raise CheckpointError if the saved sweep had other arguments, so that values would differ."""
     for name, value in given.items():
-        if (saved := body.get(name, value)) != value:
+        if saved[name] != value:
             raise CheckpointError(
-                f"{name} was {saved} when the sweep was saved, and is {value}: give what it was, or a new directory"
+                f"{name} was {saved[name]} when the sweep was saved, and is {value}: give what it was, or a new folder"
             )
 
 

@@ -269,9 +269,7 @@ class SweepRunner:
         best = {number: dict(model.state_dict()) for number, model in self.best_models.items()}
         body = {
             "base": self.trials.base,
-            "seed": self._extent.seed,
-            "epochs": self._extent.epochs,
-            "rounds": "asynchronous" if self._extent.asynchronous else "together",
+            "arguments": self._extent.arguments,
             "round": self._round,
             "ended": ended,
             "journal": self._folder.journal_size,

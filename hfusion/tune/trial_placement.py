@@ -57,6 +57,7 @@ class Extent:
         catch: exceptions that fail their trial only.
         deadline: the time, by time.monotonic, after which no more trials start.
         asynchronous: whether each array reports when it is ready.
+        arguments: of the sweep, as texts that a save is compared by.
     """
 
     trials: int
@@ -67,6 +68,7 @@ class Extent:
     deadline: float
     concurrent: Callable[[], int]
     asynchronous: bool
+    arguments: dict[str, str]
 
 
 class Shape:

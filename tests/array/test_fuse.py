@@ -70,14 +70,6 @@ def test_build_is_fuse_of_seeded_models() -> None:
     assert [member[1].p for member in built] == [model[1].p for model in models]
 
 
-def test_models_of_the_meta_device_are_fused_once_they_have_values() -> None:
-    with torch.device("meta"):
-        models = [mlp() for _ in range(2)]
-    for model in models:
-        model.load_state_dict(mlp().state_dict(), assign=True)
-    assert hf.fuse(models)(normal(5, 4)).shape == (2, 5, 2)
-
-
 # A fused module is an ordinary module: views, copies, conversions, modes, hooks, names.
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()

@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 @pytest.mark.parametrize("members", [1, 2, 5])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF, "inf"])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 4.0, INF, None])
 def test_equals_alone(members: int, norm_type: float, max_norm: float | None) -> None:
     array = Array(members)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 import hfusion as hf
 
@@ -144,14 +145,19 @@ def test_after_the_end_there_is_nothing_to_do_until_more_is_asked(tmp_path: Path
 def test_resuming_another_sweep_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         run(str(tmp_path), at("judged", 1, kill))
-    with pytest.raises(hf.CheckpointError, match="seed was 0 when the sweep was saved, and is 1"):
-        run(str(tmp_path), nothing, seed=1)
-    with pytest.raises(
-        hf.CheckpointError, match="trial 0 of the sweep that was saved is not in study 'other': give the"
-    ):
+    others = {"seed": 1, "optimizer": hf.optim.SGD, "loss": F.l1_loss, "metric": len, "scheduler": len, "accumulate": 9}
+    for name, other in others.items():
+        with pytest.raises(
+            hf.CheckpointError, match=f"{name} was .* when the sweep was saved, and is .*: give what it"
+        ):
+            run(str(tmp_path), nothing, **{name: other})
+    with pytest.raises(hf.CheckpointError, match="trial 0 of the sweep that was saved is not in study 'other': give"):
         run(str(tmp_path), nothing, study="other")
     with pytest.raises(ValueError, match=r"keeps its study in a journal there.* Leave out study and storage"):
         run(str(tmp_path), nothing, storage=f"sqlite:///{tmp_path}/other.db")
+    os.truncate(tmp_path / "study.journal", 100)
+    with pytest.raises(hf.CheckpointError, match=r"study\.journal is shorter than when the sweep was saved"):
+        run(str(tmp_path), nothing)
 
 
 def test_what_others_add_to_the_study_of_a_finished_sweep_stays(tmp_path: Path) -> None:
