@@ -577,8 +577,8 @@ SWEEPS = {
     "swept(callbacks=3)": "callbacks=3: give a list of functions",
     "swept(catch=3)": "catch=3: give a class of exceptions, or a tuple of them",
     "swept(direction='minimize', directions=['minimize'])": "give one of them",
-    "swept(directions=['minimize'] * 2)": "2 objectives need a metric that returns 2 values",
-    "swept(directions=['minimize'] * 2, metric=len, pbt=hf.PBT())": "pbt ranks trials by one value",
+    "swept(directions=['minimize'] * 2)": "metric=None: 2 objectives need one of 2 values, such as",
+    "swept(directions=['minimize'] * 2, metric=len, pbt=hf.PBT())": r"pbt=PBT\(.*it compares trials by one value of 2",
     "hf.PBT(interval=1.5)": "interval=1.5: give a whole number of epochs",
     "swept(study='never', optimizer=adam)": "optimizer gave Adam: give a class of hf.optim, or a function",
 }

@@ -375,21 +375,11 @@ def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any,
     """Raise ValueError if arguments that need one objective, or no metric, are used with several objectives."""
     if count == 1:
         return
-    if metric is None:
-        raise ValueError(
-            f"{count} objectives need a metric that returns {count} values, such as "
-            "lambda outputs, target: (accuracy(outputs, target), F.cross_entropy(outputs, target)); metric is None"
-        )
-    if pruner is not None and type(pruner).__name__ != "NopPruner":
-        raise ValueError(
-            f"pruner={type(pruner).__name__} decides by one value, and there are {count} objectives: leave pruner out, "
-            "or search with one direction"
-        )
-    if pbt is not None:
-        raise ValueError(
-            f"pbt ranks trials by one value, and there are {count} objectives: leave pbt out, or search with one "
-            "direction"
-        )
+    values = "such as lambda outputs, target: (accuracy(outputs, target), F.cross_entropy(outputs, target))"
+    check("metric", metric, metric is not None, f"{count} objectives need one of {count} values, {values}")
+    remedy = f"it compares trials by one value of {count}: leave it out, or search with one direction"
+    check("pruner", pruner, pruner is None or type(pruner).__name__ == "NopPruner", remedy)
+    check("pbt", pbt, pbt is None, remedy)
 
 
 # The result of a sweep.
