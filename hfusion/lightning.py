@@ -246,12 +246,13 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     def _stacked_if_own(self, value: Any) -> Any:
         if not self._own_batches:
             return value
-        return pytree.tree_map(lambda leaf: stacked(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        # A mapping that torch's pytree does not know, such as those of transformers, would be one leaf.
+        nest = dict(value) if isinstance(value, Mapping) else value
+        return pytree.tree_map(lambda leaf: stacked(leaf) if isinstance(leaf, Tensor) else leaf, nest)
 
     def _outputs(self, inputs: Any) -> Any:
-        if isinstance(inputs, Mapping):
-            return self.fused(**self._stacked_if_own(dict(inputs)))
-        return self.fused(self._stacked_if_own(inputs))
+        own = self._stacked_if_own(inputs)
+        return self.fused(**own) if isinstance(own, Mapping) else self.fused(own)
 
     def _log(self, name: str, values: Tensor, samples: int) -> None:
         """Log the mean over the members, for callbacks, and the value of each member."""

@@ -481,14 +481,13 @@ def of_rows(
     slots = zip(program.slots, program.layouts, strict=True)
     stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
     constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
-    layouts = program.layouts
     choices = _choices(compiled, graph) if members == program.members else None
     if choices is None:
-        choices = choose_ways(graph, layouts, members)
-    module = batch(graph, layouts, members, RULES, choices)
+        choices = choose_ways(graph, program.layouts, members)
+    module = batch(graph, program.layouts, members, RULES, choices)
     if compiled.opaque and subject is not None:
         bind_fallbacks(module, subject.member, members)
-    new_program = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
+    new_program = replace(program, members=members, module=module, code=regions(module, members))
     look_at(new_program)
     return replace(compiled, program=new_program, graph=graph, constants=constants)
 

@@ -149,13 +149,14 @@ def filled_capture(first: Capture, changes: Changes) -> Capture:
     """Return the capture of a member whose numbers differ from ``first`` by ``changes``. Raises Unexplained."""
     graph, tensors = fill(first.graph, changes)
     constants = dict(first.constants)
-    for key, (old, new) in keyed_constants(first.graph, first.slots, tensors).items():
-        check_constant(key, constants[key], old)
+    for key, (old, new) in _keyed(first.graph, first.slots, tensors).items():
+        if not same_values(constants[key], old):
+            raise Unexplained(f"the tensor {key} is not as the code gave it")
         constants[key] = new
     return replace(first, graph=graph, constants=constants)
 
 
-def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, T]) -> dict[str, T]:
+def _keyed(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, T]) -> dict[str, T]:
     """Return ``named``, keyed by constants instead of placeholders. Raises Unexplained if one is no constant."""
     if not named:
         return {}
@@ -165,12 +166,6 @@ def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, 
     if unknown:
         raise Unexplained(f"{min(unknown)} is no constant")
     return {keys[name]: item for name, item in named.items()}
-
-
-def check_constant(key: str, constant: Tensor, created: Tensor) -> None:
-    """Raise Unexplained if a constant differs from the tensor that the code created."""
-    if not same_values(constant, created):
-        raise Unexplained(f"the tensor {key} is not as the code gave it")
 
 
 def _provers(changes: Mapping[int, Changes]) -> list[int]:

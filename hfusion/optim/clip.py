@@ -353,7 +353,7 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if args or kwargs.get("closure") is not None:
+        if any(value is not None for value in (*args, *kwargs.values())):
             raise RuntimeError("step() of a GradScaler takes no closure, whose gradients are scaled: call it before")
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called on this optimizer since the last update()")

@@ -111,9 +111,9 @@ class Adam(AdaptiveMoments):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Do the same as in torch. Raises ValueError for a group with the other class's weight decay."""
-        own = self.torch_class is torch.optim.AdamW
-        if isinstance(param_group, dict) and param_group.get("decoupled_weight_decay", own) != own:
-            raise ValueError(f"decoupled_weight_decay={not own} of a param group: take {'Adam' if own else 'AdamW'}")
+        decoupled, other = (True, "Adam") if isinstance(self, AdamW) else (False, "AdamW")
+        if isinstance(param_group, dict) and param_group.get("decoupled_weight_decay", decoupled) != decoupled:
+            raise ValueError(f"decoupled_weight_decay={not decoupled} of a param group: take {other}")
         super().add_param_group(param_group)
 
     @staticmethod

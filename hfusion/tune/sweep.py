@@ -169,7 +169,8 @@ def sweep(
         >>> sorted(result.best_params)
         ['lr']
     """
-    _check_arguments(given := locals().copy())
+    given = locals()
+    _check_arguments(given)
     asked = {name: _described(given[name]) for name in (*_FUNCTIONS, *_NUMBERS)}
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
