@@ -184,14 +184,17 @@ def check_groups(optimizer: Optimizer) -> None:
     So does ``p.dim() >= 2``, for decay: all stacks but those of single numbers have two dims, so that biases are in the
     group of matrices, and the group of the others holds single numbers only. An empty one is an error.
     """
+
+    def options(group: dict[str, Any]) -> str:
+        return str({k: plain(v) for k, v in group.items() if k not in ("params", "param_names")})
+
     groups = optimizer.param_groups
-    options = [str({k: plain(v) for k, v in g.items() if k not in ("params", "param_names")}) for g in groups]
     for index, group in enumerate(groups):
         if not all(has_rows(p) and p.dim() == 1 for p in group["params"]):
             continue
-        for rest, other in zip(groups, options, strict=True):
+        for rest in groups:
             dims = {p.dim() for p in rest["params"] if has_rows(p)}
-            if dims and min(dims) == 2 < max(dims) and other != options[index]:
+            if dims and min(dims) == 2 < max(dims) and options(rest) != options(group):
                 _warn_once(
                     f"{type(optimizer).__name__}: param group {index} holds only parameters that are single numbers in "
                     "a member, and vectors and matrices are together in another group: a rule such as p.dim() >= 2 was "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -29,8 +30,19 @@ TRACERS = ("torch._", "torch.fx", "torch.export", "torch.utils._")
 _NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
 
 
+class _Modes(threading.local, torch._ops._ModeStackStateForPreDispatch):
+    """The modes of exports, for each thread its own.
+
+    torch keeps one list for the process. A thread that formats a tensor empties and then restores it: an export of
+    another thread that ends between the two would stay in it for ever.
+    """
+
+
 def import_exporter() -> Any:
     """Return the module that exports, which torch imports at the first export, and Dynamo with it."""
+    modes: Any = torch._ops._mode_stack_state_for_pre_dispatch
+    if not (isinstance(modes, _Modes) or modes.count()):
+        torch._ops._mode_stack_state_for_pre_dispatch = _Modes()  # type: ignore[no-untyped-call]
     return import_module("torch.export._trace")
 
 
