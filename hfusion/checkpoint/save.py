@@ -134,11 +134,12 @@ def load(
             parts += groups_of(saved)
     reader = SaveReader.of(parts, [tags] if isinstance(tags, str) else tags)
     with wrap_load_errors(reader.path):
+        if loader is not None:
+            # First, as the user's code may raise.
+            reader.loader(loader)
         reader.array(model, optimizer, scheduler, scaler)
         if random:
             reader.random(model)
-        if loader is not None:
-            reader.loader(loader)
         loaded = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
         reader.write()
     return loaded
@@ -255,7 +256,7 @@ class SaveReader:
         requested = list(places) if tags is None else list(tags)
         if not requested:
             raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(places)}")
-        if missing := [name for name in requested if name not in places]:
+        if missing := [name for name in requested if not isinstance(name, str) or name not in places]:
             raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(places)}")
         # Neighbours that are in one save are read together.
         runs = groupby((places[name] for name in requested), key=lambda place: id(place[0]))

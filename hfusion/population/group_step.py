@@ -23,7 +23,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.calls import entry_counts, stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer, NonFiniteError
 from hfusion.core.fingerprint import SETTINGS
-from hfusion.core.member_table import MemberTable, check_once
+from hfusion.core.member_table import MemberTable, check_once, is_row
 from hfusion.device.backend import active_autocast, backend
 from hfusion.device.team import torch_threads
 from hfusion.device.worker_process import Failure, Parent, WorkerProcess, close_workers, why_no_fork
@@ -428,14 +428,14 @@ def zip_loaders(
         >>> [rows for _, _, rows in zip_loaders(loaders)]
         [[0, 1], [0]]
     """
-    counts = [epochs] * len(loaders) if isinstance(epochs, int) else list(epochs)
+    counts: list[Any] = list(epochs) if isinstance(epochs, Iterable) else [epochs] * len(loaders)
     numbers = list(range(len(loaders))) if rows is None else list(rows)
     for name, values in (("epochs", counts), ("rows", numbers)):
         if len(values) != len(loaders):
             raise ValueError(f"{name} has {len(values)} values for {len(loaders)} loaders: give one for each")
     check_once(numbers)
-    if wrong := [count for count in counts if count < 0]:
-        raise ValueError(f"epochs={wrong[0]}: a loader is gone through 0 times or more")
+    if wrong := [count for count in counts if not is_row(count) or count < 0]:
+        raise ValueError(f"epochs={wrong[0]!r}: a loader is gone through 0 times or more")
     return _rounds(loaders, counts, numbers)
 
 

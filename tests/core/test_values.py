@@ -151,9 +151,8 @@ def chatter(stop: threading.Event) -> int:
     while not stop.wait(0.005):
         x = torch.ones(2, requires_grad=True)
         print(x)
-        Sevenfold.apply(x).sum().backward()
-        assert x.grad is not None
-        assert (x.grad == 7).all()
+        (grad,) = torch.autograd.grad(Sevenfold.apply(x).sum(), x)
+        assert (grad == 7).all()
         nn.Linear(2, 2)(x.detach())
         rounds += 1
     return rounds
